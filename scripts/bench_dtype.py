@@ -62,14 +62,14 @@ def jobs(
     model: Path, text: Path, work: Path, tokens: list[int], seeds: list[int]
 ) -> dict[str, list[list[object]]]:
     """Per job, its commands; the last one writes ``work / "out"``."""
-    out = ["--output", work / "out"]
+    out = [work / "out"]
     found: dict[str, list[list[object]]] = {}
     for count in tokens:
-        some = ["--calibration-tokens", count]
+        some = ["--config", f"calibration_tokens={count}"]
         scores = ["score", model, "--data", text, "--unit", "head", *some]
         cut = ["prune", model, "--scores", work / "scores", "--keep", 0.75, "--layout", "ragged"]
         found[f"25 % of query heads, compensated + refit, {count:,} tokens"] = [
-            [*scores, "--output", work / "scores"],
+            [*scores, work / "scores"],
             [*cut, "--refit", text, *some, *out],
         ]
         convert = ["convert-gqa", model, "--kv-heads", 1, "--calibrate", text]
@@ -77,7 +77,7 @@ def jobs(
     train = ["train-gates", model, "--data", text, "--target-heads", 0.75, "--unit", "head"]
     for seed in seeds:
         found[f"gates, 60 steps, seed {seed}"] = [
-            [*train, "--steps", 60, "--seed", seed, "--output", work / "gates"],
+            [*train, "--steps", 60, "--config", f"seed={seed}", work / "gates"],
             ["prune", model, "--gates", work / "gates", "--layout", "ragged", *out],
         ]
     return found

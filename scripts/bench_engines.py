@@ -1,7 +1,7 @@
 """Pruned models in the engines that serve them: the same numbers, and at what speed.
 
     python scripts/bench_engines.py --minilm FOLDER --smollm FOLDER --pairs STSB_TEST.csv.gz \
-        --sentences STSB_TRAIN.csv.gz --text WIKITEXT_TEST --output docs/benchmarks/engines.md
+        --sentences STSB_TRAIN.csv.gz --text WIKITEXT_TEST docs/benchmarks/engines.md
 
 Needs the extras onnx, openvino and llama-cpp. Differences are those of one run in the engine and
 one of the same folder in torch. Speed is timed in turn with the original in torch (A B A B ...).
@@ -17,7 +17,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -59,7 +59,7 @@ ratio is no difference, and rates of different rows, timed minutes apart, are no
 
 ```bash
 python scripts/bench_engines.py --minilm FOLDER --smollm FOLDER --pairs STSB_TEST \\
-    --sentences STSB_TRAIN --text WIKITEXT_TEST --output docs/benchmarks/engines.md
+    --sentences STSB_TRAIN --text WIKITEXT_TEST docs/benchmarks/engines.md
 ```
 
 Versions: {versions}.
@@ -270,13 +270,16 @@ def half_of_groups(model: Path, output: Path) -> Path:
     return output
 
 
+LlamaDtype = Literal["float32", "q8_0"]
+
+
 def one_kv_head(model: Path, text: Path, output: Path) -> Path:
     """The KV heads of every layer merged into one."""
     headprune.convert_gqa(model, kv_heads=1, calibrate=text, calibration_tokens=4096, output=output)
     return output
 
 
-def llama_perplexity(folder: Path, dtype: str, text: Path, work: Path) -> float:
+def llama_perplexity(folder: Path, dtype: LlamaDtype, text: Path, work: Path) -> float:
     """Of a file with such an element type, in llama.cpp."""
     place = work / "measured-gguf"
     headprune.export(folder, place, to="gguf", out_dtype=dtype, prove="read-back", overwrite=True)
@@ -319,7 +322,8 @@ def llama_rows(models: dict[str, Path], text: Path, work: Path) -> list[list[str
         predicted = cost.kv_heads * 2 * 64 * 2  # K and V of 64 numbers in float16
         rate, read = 32 / once.decode, 4 * cost.parameters + CONTEXT * predicted
         first = first or (rate, read)
-        whole, q8_0 = (llama_perplexity(folder, dtype, text, work) for dtype in ("float32", "q8_0"))
+        whole = llama_perplexity(folder, "float32", text, work)
+        q8_0 = llama_perplexity(folder, "q8_0", text, work)
         measured = once.cache_bytes_per_token
         rows.append(
             [

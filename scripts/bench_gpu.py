@@ -368,7 +368,7 @@ def from_disk(table: Table, size: Size, home: Path) -> None:
             convert_in_sequence(loaded, attention_of(loaded), whole, converted)
 
         what = f"convert-gqa --merge lowrank, half of the KV heads, {sample.tokens:,} tokens"
-        table.measure(f"{what}, --placement {placement.value}, with loading", convert)
+        table.measure(f"{what}, --config placement={placement.value}, with loading", convert)
     table.measure(
         "prune, half of the KV groups, file to file",
         lambda: f"{weights / stream(folder, plan, out) / 1e9:.2f} GB/s of the source",

@@ -1,4 +1,4 @@
-"""What ``--placement layers`` costs and saves: ``bench_layers.py TEXT [LAYERS [WIDTH]]``.
+"""What ``--config placement=layers`` costs and saves: ``bench_layers.py TEXT [LAYERS [WIDTH]]``.
 
 Makes a Llama in bfloat16 with random weights and so many equal layers (24) of a width (1024) in a
 temporary folder (TMPDIR). A refit and a merge run with the whole model in memory and then layer by
@@ -21,7 +21,14 @@ WAYS = ("whole", "layers")
 
 def jobs(model: Path, plan: Path, text: str) -> dict[str, list[str]]:
     """Commands, by the name of what they do, without output and placement."""
-    some = ["--calibration-tokens", str(TOKENS), "--seq-len", "512", "--dtype", "float32"]
+    some = [
+        "--config",
+        f"calibration_tokens={TOKENS}",
+        "--config",
+        "seq_len=512",
+        "--config",
+        "dtype=float32",
+    ]
     cut = ["prune", str(model), "--plan", str(plan), "--refit", text, "--layout", "ragged"]
     merge = ["convert-gqa", str(model), "--kv-heads", "4", "--merge", "lowrank"]
     return {
@@ -46,7 +53,7 @@ def measured(name: str, command: list[str], home: Path, imported: float) -> str:
     """The row of a job, run in both ways."""
     seconds, peaks = [], []
     for way in WAYS:
-        more = ["--placement", way, "--output", str(home / way), "--overwrite"]
+        more = ["--config", f"placement={way}", str(home / way), "--overwrite"]
         took, peak = child("command", *command, *more)
         seconds.append(took)
         peaks.append(peak - imported)

@@ -42,7 +42,9 @@ def main() -> None:
             with gzip.open(path, "wt", 1) if form.endswith("gz") else path.open("w") as file:
                 for line in lines(size):
                     file.write(json.dumps({"text": line}) + "\n" if "jsonl" in form else line)
-            command = f"headprune evaluate {model} --data {path} --max-windows 20 --seq-len 32"
+            command = (
+                f"headprune evaluate {model} --data {path} --max-windows 20 --config seq_len=32"
+            )
             start = time.perf_counter()
             words = [sys.executable, "-m", *command.split(), "--no-speed", "--json"]
             child = subprocess.run(words, check=False, capture_output=True, text=True)

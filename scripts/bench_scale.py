@@ -173,12 +173,12 @@ def measured(layers: int, home: Path) -> tuple[str, list[str]]:
     )
     what = f"{size / 1e9:.2f} GB"
     dry = ("prune", str(model), "--plan", str(file))
-    exported = ("export", str(model), "--to", "gguf", "--prove", "read-back", "--output", str(out))
+    exported = ("export", str(model), "--to", "gguf", "--config", "prove=read-back", str(out))
     commands = {
         "inspect": ("inspect", str(model)),
         "prune --dry-run": (*dry, "--dry-run"),
-        "prune --proof tensors": (*dry, "--proof", "tensors", "--output", str(out)),
-        "export --to gguf --prove read-back": exported,
+        "prune --config proof=tensors": (*dry, "--config", "proof=tensors", str(out)),
+        "export --to gguf --config prove=read-back": exported,
     }
     rows, of_file, copy = [], [], home / "copy"
     for name, arguments in commands.items():

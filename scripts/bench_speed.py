@@ -180,10 +180,10 @@ def peak_memory_ratio(
         )
         return int(done.stdout.split()[-1])
 
-    sizes = ["--seq-len", str(seq_len), "--batch-size", str(batch)]
+    sizes = ["--config", f"seq_len={seq_len}", "--config", f"batch_size={batch}"]
     with tempfile.TemporaryDirectory() as folder:
         train = [sys.executable, "-m", "headprune", "train-gates", model, "--data", data]
-        train += ["--output", f"{folder}/g", "--target-heads", "0.75", "--steps", str(steps)]
+        train += [f"{folder}/g", "--target-heads", "0.75", "--steps", str(steps)]
         gates_kib = peak([*train, *sizes])
     plain = [sys.executable, __file__, "--plain-loop", str(steps), "--model", model, "--data", data]
     plain_kib = peak([*plain, *sizes])

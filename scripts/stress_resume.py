@@ -45,7 +45,6 @@ from headprune.config import (
     Train,
     TrainGatesConfig,
 )
-from headprune.context import Context
 from headprune.distillation.heal import heal
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.gates.train_gates import train_gates
@@ -92,23 +91,16 @@ def training(
 ) -> Callable[[], object]:
     """One training, ready to start."""
     data = DataConfig(source=str(home / "text.txt"))
-    progress = home / f"{output}.steps"
-    progress.parent.mkdir(parents=True, exist_ok=True)
-    progress.unlink(missing_ok=True)
-
-    def step(done: int, *_: object) -> None:
-        progress.write_text(str(done))
-
-    context = Context(step=step)
-    rerun = Resuming(resume=resume)
     shared: dict[str, Any] = {"steps": steps, "batch_size": 4, "seq_len": 16, "seed": seed}
     shared["save_every"] = SAVE_EVERY
     if command == "heal":
         healing = HealConfig(learning_rate=5e-3, **shared)
         places = home / "smaller", home / "model"
-        return lambda: heal(*places, data, home / output, healing, rerun, context)
+        return lambda: heal(*places, data, home / output, healing, Resuming(resume=resume))
     config = TrainGatesConfig(target_heads=0.5, train=Train.ATTENTION, weight_lr=1e-3, **shared)
-    return lambda: train_gates(home / "model", data, home / output, config, rerun, context)
+    return lambda: train_gates(
+        home / "model", data, home / output, config, rerun=Resuming(resume=resume)
+    )
 
 
 def started(work: Callable[[], object], processes: int) -> list[int]:
@@ -153,17 +145,17 @@ def finished(pids: list[int]) -> bool:
     return not any(codes.values())
 
 
-def steps_in(file: Path) -> int:
-    """Steps done by a training; 0 before the first."""
-    return int((file.read_text() if file.exists() else "") or 0)
+def lines(file: Path) -> int:
+    """Whole lines of a file; 0 if there is none."""
+    return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def killed(pids: list[int], progress: Path, step: int, chance: random.Random) -> bool:
-    """Kills one of some processes some moment after a step; False if they ended."""
+def killed(pids: list[int], history: Path, step: int, chance: random.Random) -> bool:
+    """Kills one of some processes some moment after a step was recorded; False if they ended."""
     deadline = time.monotonic() + LIMIT_S
-    while steps_in(progress) < step:
+    while lines(history) < step:
         if time.monotonic() > deadline or os.waitpid(pids[0], os.WNOHANG)[0]:
-            raise SystemExit(f"No step {step} was recorded in '{progress}': see {LOG}")
+            raise SystemExit(f"No step {step} was recorded in '{history}': see {LOG}")
         time.sleep(0.001)
     time.sleep(chance.uniform(0, 0.04))
     os.kill(chance.choice(pids), signal.SIGKILL)
@@ -194,7 +186,7 @@ def broken(
                 raise SystemExit(f"{command} did not go on from step {done}: see {LOG}")
             return output, kills, after_the_last
         step = min(steps, done + chance.randint(SAVE_EVERY + 1, max(SAVE_EVERY + 1, 2 * every)))
-        if not killed(pids, home / f"{output}.steps", step, chance):
+        if not killed(pids, work / "history.jsonl", step, chance):
             return output, kills, after_the_last
         kills += 1
         after_the_last += step == steps
@@ -231,7 +223,7 @@ def stress(command: str, home: Path, steps: int, every: int, processes: int, see
     weights = "model.safetensors" if command == "heal" else "gates.safetensors"
     differs = (home / whole / weights).read_bytes() != (home / other / weights).read_bytes()
     identical = same(home / whole, home / ended)
-    kept = {f"{path.name}{end}" for path in (home / "whole").iterdir() for end in ("", ".steps")}
+    kept = {path.name for path in (home / "whole").iterdir()}
     litter = sorted({path.name for path in (home / "broken").iterdir()} - kept)
     if litter:
         raise SystemExit(f"Left behind: {', '.join(litter)}.")

@@ -215,7 +215,7 @@ def test_the_command_writes_the_page(
 ) -> None:
     output = tmp_path / "page.html"
     long = " ".join(["w1 w2"] * MOST_TOKENS)
-    words = ["attention", folder, "--text", long, "--head", "1.3", "--output", output]
+    words = ["attention", folder, "--text", long, "--head", "1.3", output]
     code, out, err = run(capsys, *words, "--json")
     assert code == 0
     assert f"has {2 * MOST_TOKENS} tokens; the model was given the first {MOST_TOKENS}" in err
@@ -225,7 +225,7 @@ def test_the_command_writes_the_page(
     written = output.read_text()
     code, _, err = run(capsys, *words)
     assert (code, "already exists" in err, output.read_text() == written) == (2, True, True)
-    code, out, _ = run(capsys, *words, "--layer", "1", "--overwrite")
+    code, out, _ = run(capsys, *words, "--config", "layer=1", "--overwrite")
     assert (code, out.startswith("2 heads, of which 1.3 shown first.")) == (0, True)
 
 
@@ -237,12 +237,15 @@ def test_the_command_writes_the_page(
             "--head 1.0: there is no such head. 'transformer.h.1.attn' has the heads 1, 3,",
         ),
         (["--head", "7.0"], "there is no such layer. Layers: 0, 1; a head is named as in 0.0"),
-        (["--layer", "7"], "--layer 7: there is no such layer with heads. Layers: 0, 1."),
+        (
+            ["--config", "layer=7"],
+            "--config layer=7: there is no such layer with heads. Layers: 0, 1.",
+        ),
         (["--target", "w1"], "--target is for encoder-decoders, and this is a"),
-        (["--attention", "cross"], "no 'cross' attention"),
+        (["--config", "attention=cross"], "no 'cross' attention"),
         (["--text", ""], "--text '' has no token"),
         (["--text", "Nowhere known words"], "100% of the text's tokens are unknown"),
-        (["--output", "page.pdf"], "the output is a page; name an .html file"),
+        (["page.pdf"], "the output is a page; name an .html file"),
     ],
 )
 def test_bad_input_is_told_in_a_sentence(
@@ -252,7 +255,7 @@ def test_bad_input_is_told_in_a_sentence(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given: list[Any] = ["--text", TEXT, "--output", tmp_path / "page.html", *words]
+    given: list[Any] = ["--text", TEXT, tmp_path / "page.html", *words]
     code, _, err = run(capsys, "attention", folder, *given)
     assert (code, list(tmp_path.iterdir())) == (2, [])
     assert said in err

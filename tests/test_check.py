@@ -622,7 +622,7 @@ def test_a_baseline_is_replaced_only_by_its_like(folders: Path, tmp_path: Path) 
     before = path.read_text()
     (tmp_path / "other.txt").write_text(tiny.text(2_000, seed=1))
     other = config(folders, baseline=str(path), data=str(tmp_path / "other.txt"))
-    with pytest.raises(DataError, match="other data.*--allow-other"):
+    with pytest.raises(DataError, match="other data.*--config allow_other=true"):
         update_baseline(other)
     assert path.read_text() == before
     assert update_baseline(other, allow_other=True).data["source"] == other.data[0].source
@@ -698,7 +698,7 @@ def yaml_file(folders: Path, tmp_path: Path) -> Path:
         mode="json", exclude_unset=True
     )
     path = tmp_path / "headprune.yaml"
-    path.write_text(yaml.safe_dump({"check": settings}))
+    path.write_text(yaml.safe_dump(settings))
     return path
 
 
@@ -739,15 +739,12 @@ def test_the_command_passes_breaks_and_tells_actions(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("check: {modle: x}", "There is no setting 'modle'. Did you mean 'model'?"),
-        (
-            "chek: {model: x}",
-            "no section 'check' with settings. It has 'chek'. Did you mean 'check'?",
-        ),
-        ("check: [", "not readable as YAML"),
-        ("check: {confidence: 2}", "--confidence: Input should be less than 1 (got 2)"),
-        ("check: {model: x}", "--data is missing: give it, or 'data' in the file of --config"),
-        ("check: {model: x, data: y, limits: perplexity <= 25%%}", "'25%%' is no number"),
+        ("modle: x", "check has no option 'modle'. Did you mean 'model'?"),
+        ("- model", "it holds no options"),
+        ("model: [", "not readable as YAML"),
+        ("{model: x, data: y, confidence: 2}", "confidence: Input should be less than 1 (got 2)"),
+        ("model: x", "Missing option '--data'"),
+        ("{model: x, data: y, limits: perplexity <= 25%%}", "'25%%' is no number"),
     ],
 )
 def test_a_bad_config_is_one_sentence(
@@ -764,7 +761,7 @@ def test_a_bad_config_is_one_sentence(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"confidence": 2}, "--confidence: Input should be less than 1 (got 2"),
+        ({"confidence": 2}, "confidence: Input should be less than 1 (got 2"),
         ({}, "nowhere"),
         ({"limits": "perplexity 3"}, "has no direction"),
         ({"limits": "perplexty <= 3"}, "no metric 'perplexty'"),
@@ -782,7 +779,7 @@ def test_settings_that_are_wrong_replace_what_an_earlier_run_said(
     asked = {"model": str(folders / "nowhere"), "limits": "perplexity <= 3"}
     asked |= {"data": str(folders / "text.txt")}
     section = asked | settings | ({"junit": str(junit)} if by_file else {})
-    file.write_text(yaml.safe_dump({"check": section}))
+    file.write_text(yaml.safe_dump(section))
     earlier = junit_xml("m", some_verdicts(), 1.5)
     junit.write_text(earlier)
     words = () if by_file else ("--junit", junit)
@@ -797,11 +794,11 @@ def test_so_they_do_in_python_but_never_a_file_of_others(tmp_path: Path) -> None
     foreign, junit = tmp_path / "mine.xml", tmp_path / "junit.xml"
     foreign.write_text("<mine />")
     with pytest.raises(HeadpruneError, match="confidence"):
-        headprune.check("m", "d", limits="perplexity <= 3", confidence=2, junit=foreign)
+        headprune.check("m", data="d", limits="perplexity <= 3", confidence=2, junit=foreign)
     assert foreign.read_text() == "<mine />"
     junit.write_text(junit_xml("m", some_verdicts(), 1.5))
     with pytest.raises(HeadpruneError, match="confidence"):
-        headprune.check("m", "d", limits="perplexity <= 3", confidence=2, junit=junit)
+        headprune.check("m", data="d", limits="perplexity <= 3", confidence=2, junit=junit)
     assert "<error" in junit.read_text()
 
 
@@ -886,7 +883,7 @@ def test_the_action_runs_the_command_with_options_that_exist() -> None:
 
 def test_the_self_check_has_limits_that_parse_and_a_baseline_that_reads() -> None:
     folder = ROOT / "scripts/self_check"
-    settings = yaml.safe_load((folder / "headprune.yaml").read_text())["check"]
+    settings = yaml.safe_load((folder / "headprune.yaml").read_text())
     made = read_baseline(folder / "baseline.json")
     assert made.limits == tuple(settings["limits"])
     assert not made.dirty and made.commit

@@ -1,4 +1,4 @@
-"""What every command promises: one declaration, the same through every door."""
+"""Every command is one typed function: the command line, the Python API and the reference."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ import yaml
 
 import headprune
 from headprune.cli import app as cli
-from headprune.cli.adapter import values_of
-from headprune.cli.settings import read_settings
+from headprune.commands.command import COMMANDS, in_order
+from headprune.config import stages
+from headprune.config.base import flag
 from headprune.context import Context
-from headprune.declaration import COMMANDS, Command, Door, Panel, appearance, build, flags
 from headprune.errors import HeadpruneError
 from tests import tiny
 from tests.test_cli import run
@@ -37,264 +36,196 @@ def at_the_command_line(name: str) -> dict[str, Any]:
     return {parameter.name: parameter for parameter in command.params}
 
 
+def test_there_are_few_commands_and_few_options() -> None:
+    counts = {
+        name: sum(p.param_type_name == "option" for p in at_the_command_line(name).values()) - 1
+        if "help" in at_the_command_line(name)
+        else sum(p.param_type_name == "option" for p in at_the_command_line(name).values())
+        for name in ALL
+    }
+    assert len(counts) == 16
+    assert max(counts.values()) <= 20, counts
+    assert sum(counts.values()) <= 150, counts
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_defaults_are_the_same_through_every_door(name: str) -> None:
+def test_a_command_is_its_function(name: str) -> None:
     command, words = COMMANDS[name], at_the_command_line(name)
-    parameters = command.signature().parameters
-    for setting, info in command.options.model_fields.items():
-        by_python = parameters[setting].default
-        if info.is_required():
-            assert by_python is inspect.Parameter.empty, setting
-            continue
-        assert by_python == info.default, setting
-        shown = words[setting].default
-        if isinstance(info.default, tuple):
-            shown = tuple(shown or ()) if isinstance(shown, list) or not shown else shown
-            if appearance(info).as_text:
-                shown = build(command.options, {**needed(command), setting: shown})
-                shown = getattr(shown, setting)
-        assert shown == info.default, setting
-
-
-def needed(command: Command[Any, Any]) -> dict[str, Any]:
-    """Values without which a command cannot be asked for."""
-    usual = {"steps": 1, "runs": ["run"], "kv_heads": 1, "target_heads": 0.5, "max_params": 1}
-    fields = command.options.model_fields
-    given = {name: "x" for name, info in fields.items() if info.is_required()}
-    return {**given, **{name: value for name, value in usual.items() if name in fields}}
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_every_option_is_described_and_has_its_own_flag(name: str) -> None:
-    fields = COMMANDS[name].options.model_fields
-    spelt = [flag for setting, info in fields.items() for flag in flags(setting, info)]
+    assert getattr(headprune, name.replace("-", "_")) is command.run
+    described = {flag(option) for option in command.options()}
+    spelt = [o for p in words.values() if p.param_type_name == "option" for o in p.opts]
     assert len(spelt) == len(set(spelt))
-    assert all(
-        (info.description or "").rstrip("\"'").endswith((".", ")")) for info in fields.values()
+    assert set(spelt) - {"--json", "--config", "--help"} == {d for d in described if d[0] == "-"}
+    for option, (parameter, info) in command.options().items():
+        default = parameter.default
+        if default is inspect.Parameter.empty:
+            assert words[option].required, option
+        else:
+            shown = words[option].default
+            shown = tuple(shown or ()) if isinstance(default, tuple) else shown
+            assert shown == default or str(shown) == str(default), option
+        assert (info.help or "").endswith((".", ")")), option
+    assert inspect.getdoc(command.run)
+
+
+SETTINGS = {
+    "score": stages.ScoreConfig,
+    "train-gates": stages.TrainGatesConfig,
+    "convert-gqa": stages.ConvertConfig,
+    "compress": stages.CompressConfig,
+    "heal": stages.HealConfig,
+    "evaluate": stages.EvaluateConfig,
+    "roles": stages.RolesConfig,
+    "check": stages.CheckConfig,
+    "export": stages.ExportConfig,
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_command_has_the_defaults_of_its_settings(name: str) -> None:
+    fields = SETTINGS[name].model_fields
+    shared = COMMANDS[name].parameters().keys() & fields.keys()
+    assert len(shared) >= 4
+    for setting in shared - {"criterion"}:
+        default, info = COMMANDS[name].parameters()[setting].default, fields[setting]
+        if not info.is_required() and default != ():
+            assert default == getattr(info.default, "value", info.default), setting
+
+
+WRONG = """
+import headprune
+
+headprune.prune("m", nonsense=3)
+headprune.prune("m", "o", layout="uniformly")
+headprune.score("m", "o", criterion=3)
+headprune.score("m")
+headprune.train_gates("m", "o", data="d", steps="many")
+headprune.heal("m", "o", data="d", steps=3)
+headprune.compress("m", "o", keep=[None])
+headprune.evaluate("m", data=3)
+headprune.verify("f", "g")
+headprune.export("m", "o", to="gguf", out_dtype="int3")
+"""
+
+
+@pytest.mark.process
+def test_a_type_checker_refuses_wrong_calls_and_no_right_ones(tmp_path: Path) -> None:
+    file = tmp_path / "calls.py"
+    file.write_text(WRONG + 'headprune.prune("m", "o", gates="g", keep=0.5)\n')
+    words = [sys.executable, "-m", "mypy", "--strict", "--config-file", "", file.name]
+    source = Path(headprune.__file__).parents[1]
+    done = subprocess.run(
+        [*words, "--follow-imports=silent", "--ignore-missing-imports"],
+        cwd=tmp_path,
+        env={"MYPYPATH": str(source), "PATH": "", "PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
     )
-    shown_first = [info for info in fields.values() if appearance(info).panel is Panel.MAIN]
-    assert len(shown_first) <= 10
-    assert inspect.getdoc(COMMANDS[name].options)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_misspelt_setting_is_named_through_every_door(name: str, tmp_path: Path) -> None:
-    command = COMMANDS[name]
-    setting = next(iter(command.options.model_fields))
-    wrong = setting + "x"
-    message = f"no setting '{wrong}'. Did you mean"
-    with pytest.raises(HeadpruneError, match=message):
-        getattr(headprune, command.section)(**{**needed(command), wrong: 1})
-    file = tmp_path / "settings.yaml"
-    file.write_text(f"{name}: {{{wrong}: 1}}")
-    with pytest.raises(HeadpruneError, match=message):
-        read_settings(file, command)
+    lines = re.findall(r"^calls\.py:(\d+): error", done.stdout, re.MULTILINE)
+    wanted = [n for n, line in enumerate(WRONG.splitlines(), 1) if line.startswith("headprune.")]
+    assert sorted({int(line) for line in lines}) == wanted, done.stdout
 
 
 def test_a_file_has_settings_and_the_command_line_wins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     file = tmp_path / "settings.yaml"
-    file.write_text(f"score: {{model: {tmp_path}/model, criterion: random, output: {tmp_path}/a}}")
+    file.write_text(f"{{model: {model}, criterion: random, output: {tmp_path}/a, seed: 4}}")
     code, out, err = run(
-        capsys, "score", "--config", file, "--criterion", "magnitude", "--seed", 3, "--json"
+        capsys,
+        "score",
+        "--config",
+        file,
+        "--criterion",
+        "magnitude",
+        "--config",
+        "seed=3",
+        "--json",
     )
     assert code == 0, err
-    assert list(json.loads(out)["scores"]) == ["magnitude"]
-    file.write_text("score: {model: [1]}")
-    code, _, err = run(capsys, "score", "--config", file)
-    assert (code, "MODEL]: Input should be a valid string (got [1])" in err) == (2, True), err
-
-
-CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_every_file_of_configs_has_settings_of_the_commands_that_it_names(file: Path) -> None:
-    text = file.read_text(encoding="utf-8")
-    named = re.findall(
-        rf"^#   headprune ([a-z-]+) --config configs/{file.name}", text, re.MULTILINE
-    )
-    sections = yaml.safe_load(text)
-    assert list(sections) == list(dict.fromkeys(COMMANDS[name].section for name in named))
-    for name in named:
-        COMMANDS[name].asked(read_settings(file, COMMANDS[name]), Door.OPTION)
-    file_with_a_mistake = {**sections[COMMANDS[named[0]].section], "no_such_setting": 1}
-    with pytest.raises(HeadpruneError, match="no_such_setting"):
-        COMMANDS[named[0]].asked(file_with_a_mistake, Door.OPTION)
+    found = json.loads(out)
+    assert (list(found["scores"]), found["calibration"]["seed"]) == (["magnitude"], 3)
+    for text, message in (
+        ("criterio: random", "score has no option 'criterio'. Did you mean 'criterion'"),
+        ("trust_remote_code: true", "A file cannot allow code"),
+        ("seq_len: true", "--seq-len: give a number, not true or false"),
+        ("batch_size: true", "batch_size: Value error, give a number"),
+        ("just text", "holds no options"),
+    ):
+        file.write_text(text)
+        code, _, err = run(capsys, "score", "m", tmp_path / "b", "--config", file)
+        assert (code, message.replace("Value error, ", "") in err) == (2, True), err
+    code, _, err = run(capsys, "score", "m", "o", "--config", tmp_path / "none.yaml")
+    assert (code, "there is no file" in err) == (2, True), err
 
 
 @pytest.mark.parametrize(
-    ("setting", "given", "read"),
-    [
-        ("kv_heads", "2", 2),
-        ("kv_heads", "4,4,2", (4, 4, 2)),
-        ("kv_heads", "[4, 2]", (4, 2)),
-        ("kv_heads", [4, 2], (4, 2)),
-    ],
+    ("given", "wanted"), [("2", 2), ("4,4,2", (4, 4, 2)), ("[4, 2]", (4, 2)), ([4, 2], (4, 2))]
 )
-def test_a_value_is_the_same_as_text_and_as_itself(setting: str, given: Any, read: Any) -> None:
-    options = COMMANDS["convert-gqa"].options
-    made = build(options, {"model": "m", "output": Path("o"), setting: given})
-    assert getattr(made, setting) == read
+def test_a_value_is_the_same_as_text_and_as_itself(given: Any, wanted: Any) -> None:
+    command = COMMANDS["convert-gqa"]
+    for value in (given, [given] if isinstance(given, str) else given):
+        read = command.arguments({"model": "m", "kv_heads": value})["kv_heads"]
+        assert (tuple(read) if isinstance(read, list) else read) == wanted
     with pytest.raises(HeadpruneError, match="--kv-heads: "):
-        build(options, {"model": "m", "output": "o", setting: "4,x"})
+        headprune.convert_gqa("m", Path("o"), kv_heads="4,x")
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_true_is_no_number(name: str) -> None:
-    command = COMMANDS[name]
-    for setting, info in command.options.model_fields.items():
-        if info.annotation is not bool:
-            with pytest.raises(HeadpruneError, match=f"^{setting}: "):
-                build(command.options, {**needed(command), setting: True}, Door.KEY)
-
-
-def test_an_error_names_the_setting_as_its_door_calls_it() -> None:
-    options = COMMANDS["prune"].options
-    said = "cut with --refit DATA, or --keep less; --nothing is meant by --other"
-    assert Door.OPTION.translate(said, options) == said
-    for door in (Door.KEY, Door.ARGUMENT):
-        told = door.translate(said, options)
-        assert told == "cut with refit DATA, or keep less; --nothing is meant by --other"
-
-
-def test_a_flag_that_is_no_name_leads_to_the_setting() -> None:
-    with pytest.raises(HeadpruneError, match="no setting 'heal'. It is called 'heal_steps'"):
-        headprune.convert_gqa("m", "o", heal=2)
-
-
-def test_what_is_required_may_come_from_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "settings.yaml"
-    file.write_text(f"inspect: {{model: {tmp_path}/none}}")
-    code, _, err = run(capsys, "inspect", "--config", file)
-    assert (code, f"There is no folder '{tmp_path}/none'" in err) == (2, True), err
-    code, _, err = run(capsys, "inspect")
-    assert (code, "MODEL is missing: give it, or 'model' in the file of --config" in err) == (
-        2,
-        True,
-    )
+def test_wrong_values_from_python_are_told_in_a_sentence() -> None:
+    with pytest.raises(HeadpruneError, match="--layout: Input should be 'per-layer', "):
+        headprune.prune("m", Path("o"), layout="x")  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(HeadpruneError, match="exactly one of --target-heads and --l0-penalty"):
+        headprune.train_gates("m", Path("o"), data="d")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        headprune.inspect("m", nonsense=1)  # type: ignore[call-arg]  # on purpose
 
 
 def test_python_is_told_what_happens(tmp_path: Path) -> None:
     stages: list[str] = []
+    (tmp_path / "text.txt").write_text(tiny.text(100))
     with pytest.raises(HeadpruneError):
-        headprune.verify(tmp_path / "nowhere", context=Context(stage=stages.append))
-    with pytest.raises(HeadpruneError, match="3 arguments without a name"):
-        headprune.verify("a", "b", "c")
-
-
-def test_a_file_cannot_allow_code(tmp_path: Path) -> None:
-    file = tmp_path / "settings.yaml"
-    file.write_text("prune: {trust_remote_code: true}")
-    with pytest.raises(HeadpruneError, match="A file cannot allow code"):
-        read_settings(file, COMMANDS["prune"])
+        headprune.evaluate("none", data=tmp_path / "text.txt", context=Context(stage=stages.append))
+    assert stages == ["evaluating"]
 
 
 NEEDS = [
-    pytest.param(name, setting, conditions, id=f"{name}-{setting}")
+    pytest.param(name, setting, others, id=f"{name}-{setting}")
     for name, command in COMMANDS.items()
-    for setting, conditions in sorted(command.needs.items())
+    for setting, others in sorted((command.needs or {}).items())
 ]
-INSTEAD = {"target_heads": {"l0_penalty": "1"}}  # one of both is needed
+VALUES = {"keep": 0.5, "min_speedup": 2.0, "criterion": "fisher", "learning_rate": 1e-3}
+VALUES |= {"train": "lora", "bf16": False, "keep_roles": ["induction"], "needle_lengths": [64]}
+VALUES |= {"decode_batches": [2], "save_plan": "p", "text_column": "t", "label_column": "l"}
 
 
-def some_value(command: Command[Any, Any], setting: str) -> str:
-    info = command.options.model_fields[setting]
-    for text in (*values_of(info)[::-1], "16", "0.5", str(not info.default).lower()):
-        with suppress(HeadpruneError):
-            build(command.options, {**needed(command), setting: text})
-            return text
-    raise AssertionError(setting)
-
-
-def set_to(command: Command[Any, Any], values: dict[str, Any], condition: str, hold: bool) -> None:
-    """Changes values so that a condition of ``needs`` holds, or does not."""
-    name, _, wanted = condition.removeprefix("!").partition("=")
-    info = command.options.model_fields[name]
-    if hold != condition.startswith("!"):
-        if info.annotation is bool and info.default:
-            values.pop(name, None)
-        elif name not in values or wanted:
-            values[name] = wanted or some_value(command, name)
-            for clause in filter(None, command.needs.get(name, "").split(" & ")):
-                set_to(command, values, clause.split(" | ")[0], hold=True)
-    elif wanted and str(getattr(info.default, "value", info.default)) == wanted:
-        others = [value for value in values_of(info) if value != wanted]
-        values[name] = others[0] if others else "16"
-    elif not wanted and info.annotation is bool and info.default:
-        values[name] = "false"
-    elif not info.is_required():
-        values.pop(name, None)
-        values.update(INSTEAD.get(name, {}))
-
-
-def words_of(command: Command[Any, Any], values: dict[str, Any]) -> list[str]:
-    words = []
-    for name, value in values.items():
-        info = command.options.model_fields[name]
-        if appearance(info).positional:
-            words += value if isinstance(value, list) else [str(value)]
-        elif info.annotation is bool:
-            words.append(flags(name, info)[-1 if str(value).lower() == "false" else 0])
-        else:
-            words += [flags(name, info)[0], str(value)]
-    return words
-
-
-@pytest.mark.parametrize(("name", "setting", "conditions"), NEEDS)
-def test_an_option_without_effect_is_refused(
-    name: str, setting: str, conditions: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("name", "setting", "others"), NEEDS)
+def test_an_option_without_effect_is_refused(name: str, setting: str, others: str) -> None:
     command = COMMANDS[name]
-    value = some_value(command, setting)
-    spelt = Door.OPTION.spell(setting, command.options)
-    clauses = [clause.split(" | ") for clause in conditions.split(" & ")]
-    for broken in clauses:
-        values = needed(command) | {setting: value}
-        for clause in clauses:
-            for one in clause if clause is broken else clause[-1:]:
-                set_to(command, values, one, hold=clause is not broken)
-        code, out, err = run(capsys, name, *words_of(command, values))
-        assert code == 2 and not out, err
-        assert f"error: {spelt}" in err or f"and {spelt} have" in err, err
-        assert "no effect with" in err and "leave" in err, err
-    for turn in range(max(map(len, clauses))):
-        values = needed(command) | {setting: value}
-        for clause in clauses:
-            set_to(command, values, clause[turn % len(clause)], hold=True)
-        command.asked(values, Door.ARGUMENT)
-
-
-def test_what_was_not_set_needs_nothing() -> None:
-    evaluate = COMMANDS["evaluate"]
-    base = {"model": "m", "data": "d"}
-    evaluate.asked({**base, "needle": False, "needle_lengths": ()}, Door.ARGUMENT)
-    message = "needle_lengths and needle_trials have no effect without needle: give that too"
-    with pytest.raises(HeadpruneError, match=message):
-        evaluate.asked({**base, "needle_lengths": (16,), "needle_trials": 4}, Door.ARGUMENT)
-
-
-def test_an_argument_is_given_once() -> None:
-    with pytest.raises(HeadpruneError, match="inspect: model was given twice"):
-        headprune.inspect("a", model="/other")
+    parameters = command.parameters()
+    required = {n: "x" for n, p in parameters.items() if p.default is inspect.Parameter.empty}
+    flags = {"dry_run", "needle", "update_baseline", "allow_dirty", "allow_other", "per_layer"}
+    value = VALUES.get(setting, setting in flags or 7)
+    idle = required | {setting: value} | ({"speed": False} if others == "speed" else {})
+    with pytest.raises(HeadpruneError, match=f"{setting}|{flag(setting)}.* has no effect without"):
+        command.arguments(idle)
+    for other in others.split("|"):
+        given = {other: True if other in flags | {"speed"} else "7"}
+        given |= {"scores": "s"} if other == "roles" else {}
+        given |= {"calibrate": "text.txt"} if other == "heal_steps" else {}
+        command.arguments(required | {setting: value} | given)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_help_brackets_only_what_may_be_left_out(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fields = COMMANDS[name].options.model_fields.values()
-    arguments = [str(appearance(info).metavar) for info in fields if appearance(info).positional]
     code, out, _ = run(capsys, name, "--help")
-    usage = re.search(rf"Usage: .*{name} (.*)", out)
+    usage = re.search(rf"Usage: .*{name} \[OPTIONS\](.*)", out)
     assert code == 0 and usage is not None
-    assert sorted(usage[1].split()) == sorted(["[OPTIONS]", *arguments])
-    optional = [metavar for metavar in arguments if metavar.startswith("[")]
-    assert optional == (["[MODEL]"] if name == "score" else [])
+    optional = name in ("prune", "convert-gqa", "compress", "evaluate", "check")
+    assert ("[OUTPUT]" in usage[1]) == optional
+    assert "{" not in usage[1]
 
 
 @pytest.mark.process
@@ -308,3 +239,33 @@ def test_help_that_nobody_reads_to_its_end_is_no_error(words: list[str]) -> None
     err = shown.stderr.read()
     shown.stderr.close()
     assert (shown.wait(), err) == (0, b"")
+
+
+def test_the_reference_shows_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts" / "docs")
+    import command_pages
+
+    for command in in_order():
+        page = command_pages.page(command.name)
+        for name, parameter in command.parameters().items():
+            default = parameter.default
+            if name in command.options() and flag(name)[0] == "-":
+                assert f"`{flag(name)}`{{ .option }}" in page, name
+            if default not in (None, (), False, inspect.Parameter.empty):
+                assert str(default if not isinstance(default, tuple) else default[0]) in page, name
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_every_file_of_configs_has_options_of_the_command_that_it_names(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    (name,) = set(re.findall(rf"headprune ([a-z-]+) .*--config configs/{file.name}", text))
+    command = COMMANDS[name]
+    settings = cli.settings_in(file, command)
+    assert settings == yaml.safe_load(text)
+    required = {
+        n: "x" for n, p in command.parameters().items() if p.default is inspect.Parameter.empty
+    }
+    command.arguments({**required, "calibrate": "x", "data": "x", **settings})

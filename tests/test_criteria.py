@@ -22,12 +22,9 @@ from headprune.config import (
     DataConfig,
     PlanConfig,
     ScoreConfig,
-    SweepConfig,
     TrainGatesConfig,
 )
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError
-from headprune.evaluation.evaluate import evaluate
-from headprune.evaluation.sweep import sweep
 from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.losses import example_losses
 from headprune.evidence.score import gather, needs_of, score, scores_of
@@ -319,7 +316,7 @@ def test_equal_shares_are_exact_or_refused(tmp_path: Path, text: DataConfig) -> 
 
     assert sorted(kept(keep=10)) == [2, 2, 3, 3]
     assert kept(keep=12) == [3, 3, 3, 3]
-    with pytest.raises(PlanError, match="fewer than --min-per-layer 3"):
+    with pytest.raises(PlanError, match="fewer than --config min_per_layer=3"):
         kept(keep=10, min_per_layer=3)
 
 
@@ -397,28 +394,28 @@ def test_scores_that_reckon_with_a_refit_get_one(
     monkeypatch.chdir(tmp_path)
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(3_000))
-    small = ["--calibration-tokens", 256, "--seq-len", 16]
+    small = ["--config", "calibration_tokens=256", "--config", "seq_len=16"]
     names = ["--criterion", "compensated", "--criterion", "fisher"]
-    scored = ["score", "model", "--data", "text.txt", *names, "--output", "s", *small]
+    scored = ["score", "model", "--data", "text.txt", *names, "s", *small]
     assert run(capsys, monkeypatch, *scored)[0] == 0
 
     def cut(output: str, criterion: str, *more: str) -> tuple[int, str, Any]:
         words = ["prune", "model", "--scores", "s", "--criterion", criterion, "--keep", "0.5"]
-        code, _, err = run(capsys, monkeypatch, *words, "--output", output, *more)
+        code, _, err = run(capsys, monkeypatch, *words, output, *more)
         done = code == 0 and read_manifest(tmp_path / output)
         return code, err, done and done.refit
 
     code, err, refit = cut("usual", "compensated")
     assert "it is made on their text, 'text.txt'" in err
     assert (code, refit.tokens) == (0, 256)  # as much of it as was scored on
-    code, err, refit = cut("less", "compensated", "--calibration-tokens", "128")
+    code, err, refit = cut("less", "compensated", "--config", "calibration_tokens=128")
     assert (code, refit.tokens) == (0, 128)
-    code, err, refit = cut("without", "compensated", "--no-refit")
+    code, err, refit = cut("without", "compensated", "--refit", "none")
     assert (code, refit, "cut with --refit DATA" in err) == (0, None, True)
     assert cut("fisher", "fisher")[::2] == (0, None)
     assert cut("whole", "compensated", "--keep", "1.0")[::2] == (0, None)
-    both = cut("both", "compensated", "--no-refit", "--refit", "x.txt")
-    assert "--no-refit has no effect with --refit" in both[1]
+    both = cut("both", "compensated", "--refit", "none", "--refit", "x.txt")
+    assert "--refit none has no effect with --refit" in both[1]
     (tmp_path / "text.txt").write_text(tiny.text(2_000))
     code, err, _ = cut("another", "compensated")
     assert (code, "holds another text here than when they were made" in err) == (2, True)
@@ -435,20 +432,16 @@ def test_the_commands(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
-    small = ["--calibration-tokens", 256, "--seq-len", 16]
+    small = ["--config", "calibration_tokens=256", "--config", "seq_len=16"]
     names = ["--criterion", "fisher", "--criterion", "wanda"]
     code, out, _ = run(
-        capsys, monkeypatch, "score", "model", "--data", "text.txt", *names, "--output", "s", *small
+        capsys, monkeypatch, "score", "model", "--data", "text.txt", *names, "s", *small
     )
     assert code == 0
-    assert "headprune prune model --scores s --criterion fisher" in out
-    code, out, _ = run(capsys, monkeypatch, "score", "--show", "s", "--figure", "heads.svg")
-    assert code == 0
-    assert (tmp_path / "heads-fisher.svg").read_text().startswith("<?xml")
-    code, out, _ = run(capsys, monkeypatch, "score", "--show", "s", "--json")
-    assert len(json.loads(out)["scores"]["wanda"]) == 12
+    assert "headprune prune model s-pruned --scores s --criterion fisher" in out
     chosen = ["--scores", "s", "--criterion", "fisher", "--keep", "0.5"]
-    code, out, _ = run(capsys, monkeypatch, "plan", "model", *chosen, "--output", "plan.json")
+    planning = ("--dry-run", "--save-plan", "plan.json")
+    code, out, _ = run(capsys, monkeypatch, "prune", "model", *chosen, *planning)
     assert code == 0
     assert "12 of 24 query heads stay (50.0%), by fisher" in out
     code, out, _ = run(
@@ -459,7 +452,6 @@ def test_the_commands(
         *chosen,
         "--refit",
         "text.txt",
-        "--output",
         "out",
         *small,
     )
@@ -468,31 +460,6 @@ def test_the_commands(
     saved = json.loads((tmp_path / "out" / "plan.json").read_text())
     asked = json.loads((tmp_path / "plan.json").read_text())
     assert saved["attentions"] == asked["attentions"]
-    sweep = [
-        "sweep",
-        "model",
-        "--data",
-        "text.txt",
-        "--keep",
-        "0.75,0.5",
-        "--output",
-        "sweep",
-        *small,
-    ]
-    code, out, _ = run(capsys, monkeypatch, *sweep, "--max-windows", 4)
-    assert code == 0
-    content = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    assert [p["query_heads"] for p in content["points"]] == [18, 12]
-    assert content["front"]
-    assert (tmp_path / "sweep" / "curve.svg").stat().st_size > 1000
-    point = tmp_path / "sweep" / "points" / "compensated-0.5-refit.json"
-    point.write_text(point.read_text().replace('"query_heads": 12', '"query_heads": 11'))
-    run(capsys, monkeypatch, *sweep, "--max-windows", 4)  # what is there is not measured again
-    content = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    assert [p["query_heads"] for p in content["points"]] == [18, 11]
-    code, _, err = run(capsys, monkeypatch, *sweep, "--max-windows", 5)
-    assert code == 2
-    assert "was started with other settings (evaluation)" in err
 
 
 def test_bad_input(tmp_path: Path, text: DataConfig) -> None:
@@ -576,49 +543,6 @@ def test_nan_is_named_with_its_layer(
         with pytest.raises(DataError, match=r"in 'transformer\.h\.2\.attn' in batch 0"):
             score(folder, tmp_path / "s", SMALL.part(ScoreConfig, criterion=[criterion]), text)
     assert not (tmp_path / "s").exists()
-
-
-def test_a_sweep_touches_nothing_before_it_can_run(tmp_path: Path, text: DataConfig) -> None:
-    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "precious.txt").write_text("1")
-    refusals = {"fisherr": "Did you mean 'fisher'", "gates": "no trained gates"}
-    for criterion, match in refusals.items():
-        with pytest.raises(PlanError, match=match):
-            sweep(folder, text, mine, SweepConfig(criterion=criterion), overwrite=True)
-    for overwrite, match in ((False, "already exists"), (True, r"'precious\.txt' in")):
-        asked = SMALL.part(SweepConfig, criterion="fisher")
-        with pytest.raises(CheckpointError, match=match):
-            sweep(folder, text, mine, asked, overwrite=overwrite)
-    assert (mine / "precious.txt").read_text() == "1"
-    short = tmp_path / "short.txt"
-    short.write_text("w1 w2 w3")
-    with pytest.raises(DataError, match="has 3 tokens"):
-        sweep(folder, text, tmp_path / "new", asked, DataConfig(source=str(short)))
-    assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize("case", ["gpt2", "bert-base"])
-def test_a_sweep_measures_against_the_whole_model_where_nothing_else_tells(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny.save(tiny.model(case), tmp_path / "model")
-    rows = [json.dumps({"text": tiny.text(12, seed)}) for seed in range(8)]
-    (tmp_path / "text.jsonl").write_text("\n".join(rows))
-    bases = []
-
-    def watched(*arguments: Any, against: Path | None, **options: Any) -> Any:
-        bases.append(against)
-        return evaluate(*arguments, against=against, **options)
-
-    monkeypatch.setattr("headprune.evaluation.sweep.evaluate", watched)
-    data = DataConfig(source=str(tmp_path / "text.jsonl"))
-    config = SMALL.part(SweepConfig, keep=[0.5], criterion="magnitude", refit=False)
-    done = sweep(folder, data, tmp_path / "out", config)
-    assert bases == ([folder, folder] if case == "bert-base" else [None, None])
-    assert done.metric == ("similarity_correlation" if case == "bert-base" else "perplexity")
-    assert done.base.query_heads == 2 * done.points[0].query_heads
 
 
 def test_modules_that_run_twice_or_never(tmp_path: Path, text: DataConfig) -> None:

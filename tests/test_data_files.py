@@ -282,7 +282,15 @@ def test_one_window_is_enough_to_measure(
 ) -> None:
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(20))
-    line = ("evaluate", model, "--data", tmp_path / "text.txt", "--seq-len", 16, "--no-speed")
+    line = (
+        "evaluate",
+        model,
+        "--data",
+        tmp_path / "text.txt",
+        "--config",
+        "seq_len=16",
+        "--no-speed",
+    )
     code, _, err = run(capsys, *line)
     assert code == 0, err
     (tmp_path / "text.txt").write_text("w1")

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import headprune
 from headprune import devices
-from headprune.declaration import COMMANDS
+from headprune.commands.command import COMMANDS
 from headprune.distillation import heal as heal_module
 from headprune.errors import FamilyError, HeadpruneError
 from headprune.evaluation import evaluate as evaluation
@@ -29,7 +29,7 @@ from headprune.training import training_arguments
 from tests import tiny
 from tests.test_cli import run
 
-RUN_NO_MODEL = {"families", "report"}
+RUN_NO_MODEL = {"families", "inspect", "report"}
 ON_THE_CPU = {"export"}  # compares with engines there
 
 
@@ -43,7 +43,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_command_that_runs_a_model_has_it() -> None:
-    without = {name for name in COMMANDS if "device" not in COMMANDS[name].options.model_fields}
+    without = {name for name in COMMANDS if "device" not in COMMANDS[name].parameters()}
     assert without == RUN_NO_MODEL | ON_THE_CPU
 
 
@@ -92,10 +92,10 @@ def test_measuring_in_an_emulated_type_is_told(
     folder = tiny.save(tiny.model("llama-gqa").half(), tmp_path / "half")
     monkeypatch.setattr(devices, "emulates", lambda dtype: dtype == "float16")
     given = ["evaluate", folder, "--data", text_file, "--no-speed", "--max-windows", "2"]
-    line = "is measured in float16, which this CPU only emulates: --dtype float32"
-    code, _, err = run(capsys, *given, "--seq-len", "32")
+    line = "is measured in float16, which this CPU only emulates: --config dtype=float32"
+    code, _, err = run(capsys, *given, "--config", "seq_len=32")
     assert (code, line in " ".join(err.split())) == (0, True)
-    code, _, err = run(capsys, *given, "--seq-len", "32", "--dtype", "float32")
+    code, _, err = run(capsys, *given, "--config", "seq_len=32", "--config", "dtype=float32")
     assert (code, line in " ".join(err.split())) == (0, False)
 
 
@@ -130,7 +130,7 @@ def test_at_the_command_line(
     llama_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scores = tmp_path / "scores"
-    given = ["score", llama_folder, "--criterion", "magnitude", "--output", scores]
+    given = ["score", llama_folder, "--criterion", "magnitude", scores]
     code, _, err = run(capsys, *given, "--device", "cuda:99")
     assert code == 2 and "--device cuda:99: there is no such device here" in err
     assert not scores.exists()
@@ -182,7 +182,7 @@ def test_full_devices_and_failed_ones_are_told_apart(
     ("command", "place", "told"),
     [
         (
-            ["heal", "MODEL", "--teacher", "MODEL", "--steps", 1, "--output", "healed"],
+            ["heal", "MODEL", "--teacher", "MODEL", "--steps", 1, "healed"],
             (heal_module, "train"),
             "while healing, which may be chance: run the command again, with --resume.",
         ),
@@ -209,7 +209,9 @@ def test_a_device_that_fails_is_told_and_what_to_do(
     monkeypatch.setattr(*place, fail)
     monkeypatch.chdir(tmp_path)
     given = [llama_folder if word == "MODEL" else word for word in command]
-    code, _, err = run(capsys, *given, "--data", text_file, "--seq-len", 16, "--device", "cpu")
+    code, _, err = run(
+        capsys, *given, "--data", text_file, "--config", "seq_len=16", "--device", "cpu"
+    )
     # 1 would say that a check failed
     assert code == 2 and f"error: cpu itself failed {told} If that fails too" in err
     assert "report this" not in err

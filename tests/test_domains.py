@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 import headprune
-from headprune.config import CheckConfig, DataConfig, EvaluateConfig
-from headprune.declaration import COMMANDS, build
+from headprune.config import CheckConfig, DataConfig, EvaluateConfig, build, data_configs, domains
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import label, parted, within
@@ -61,10 +60,10 @@ def evaluated(folder: Path, *files: Path, against: Path | None = None) -> Report
     ],
 )
 def test_data_have_names(given: Any, names: list[str], sources: list[str] | None) -> None:
-    options = build(COMMANDS["evaluate"].options, {"model": "m", "data": given})
-    assert [one.name for one in options.data] == names
+    found = domains(given)
+    assert [one.name for one in found] == names
     if sources is not None:
-        assert [one.source for one in options.data] == sources
+        assert [one.source for one in found] == sources
 
 
 def test_a_file_with_an_equals_sign_is_a_file(
@@ -72,21 +71,18 @@ def test_a_file_with_an_equals_sign_is_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("a=b.txt").write_text("x")
-    options = build(COMMANDS["evaluate"].options, {"model": "m", "data": ["a=b.txt", "a=c.txt"]})
-    assert [(one.name, one.source) for one in options.data] == [("a-b", "a=b.txt"), ("a", "c.txt")]
+    found = domains(["a=b.txt", "a=c.txt"])
+    assert [(one.name, one.source) for one in found] == [("a-b", "a=b.txt"), ("a", "c.txt")]
 
 
 def test_two_of_a_name_are_refused() -> None:
     with pytest.raises(HeadpruneError, match=r"--data: two are called a; give names"):
-        build(COMMANDS["evaluate"].options, {"model": "m", "data": ["x/a.txt", "y/a.txt"]})
+        domains(["x/a.txt", "y/a.txt"])
 
 
 def test_settings_of_a_domain_win_over_those_of_all() -> None:
     given = {"a": "a.csv", "b": {"source": "b.csv", "text_column": "body"}}
-    options = build(
-        COMMANDS["evaluate"].options, {"model": "m", "data": given, "text_column": "text"}
-    )
-    found = options.domains(options.data)
+    found = data_configs(domains(given), DataConfig(source="", split="test", text_column="text"))
     assert [one.text_column for one in found.values()] == ["text", "body"]
     assert [one.split for one in found.values()] == ["test", "test"]
 
@@ -191,11 +187,7 @@ def test_limits_on_a_domain(
     first = tmp_path / "elsewhere" / "brown.txt"  # of the name that the second was given
     first.parent.mkdir()
     first.write_text(text_file.read_text())
-    named = since.model_copy(
-        update={
-            "data": build(CheckConfig, {**settings, "data": {"x": first, "brown": other_text}}).data
-        }
-    )
+    named = since.model_copy(update={"data": domains({"x": first, "brown": other_text})})
     update_baseline(named)
     assert _assert_no_regression(llama_folder, path).passed
     other_text.write_text(tiny.text(1_000, seed=6))
@@ -213,11 +205,19 @@ def test_the_command_line_takes_several(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settings = ("--seq-len", 16, "--no-speed", "--max-windows", 8, "--resamples", 100)
+    settings = (
+        "--config",
+        "seq_len=16",
+        "--no-speed",
+        "--max-windows",
+        8,
+        "--config",
+        "resamples=100",
+    )
     data = ("--data", text_file, "--data", f"b={other_text}", "--against", llama_folder)
     file = tmp_path / "reports" / "evaluation.json"
     file.parent.mkdir()
-    code, out, err = run(capsys, "evaluate", llama_folder, *data, *settings, "--output", file)
+    code, out, err = run(capsys, "evaluate", llama_folder, *data, *settings, file)
     assert code == 0, err
     assert "perplexity [b]" in out
     write_report([file], tmp_path / "page.html")
@@ -229,12 +229,12 @@ def test_the_command_line_takes_several(
     card = quality_section(rows)
     assert r"| perplexity \[b\] |" in card and "1.000 x (95 %: 1.000 to 1.000)" in card
     assert quality_section([]) == ""
-    code, _, err = run(capsys, "evaluate", llama_folder, *data, *settings, "--card")
+    code, _, err = run(capsys, "evaluate", llama_folder, *data, *settings, "--config", "card=true")
     assert code == 2 and "headprune.json" in err  # it is no result
     cut = tmp_path / "cut"
     prune(llama_folder, cut, CutRequest(plan=uneven_plan(headprune.from_pretrained(llama_folder))))
     before = (cut / "README.md").read_text()
-    code, _, err = run(capsys, "evaluate", cut, *data, *settings, "--card")
+    code, _, err = run(capsys, "evaluate", cut, *data, *settings, "--config", "card=true")
     after = (cut / "README.md").read_text()
     assert code == 0 and "## Quality" not in before, err
     start, stop = after.index("## Quality"), after.index("\n## ", after.index("## Quality"))
@@ -244,25 +244,6 @@ def test_the_command_line_takes_several(
 
 
 def test_settings_name_several(tmp_path: Path) -> None:
-    content = yaml.safe_load("check: {data: {wiki: a.txt, brown: b.txt}}")["check"]
-    options = build(COMMANDS["check"].options, {"model": "m", **content})
+    content = yaml.safe_load("data: {wiki: a.txt, brown: b.txt}")
+    options = build(CheckConfig, model="m", **content)
     assert list(options.domains()) == ["wiki", "brown"]
-
-
-def test_a_sweep_lists_further_domains(
-    llama_folder: Path,
-    text_file: Path,
-    other_text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    settings = ("--seq-len", 16, "--max-windows", 6, "--calibration-tokens", 128, "--keep", 0.5)
-    data = ("--data", text_file, "--test", text_file, "--test", f"b={other_text}")
-    code, out, err = run(
-        capsys, "sweep", llama_folder, *data, *settings, "--output", tmp_path / "sweep"
-    )
-    assert code == 0, err
-    assert "[b]" in out
-    swept = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    assert swept["metric"] == "perplexity"
-    assert all("perplexity[b]" in point["metrics"] for point in [swept["base"], *swept["points"]])

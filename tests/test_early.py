@@ -14,57 +14,52 @@ from tests import tiny
 from tests.test_cli import run
 
 DATA = "--data text.txt"
-PLAN = "plan gone --output p --scores scores"
+PLAN = "prune gone --dry-run --save-plan p --scores scores"
 NO_FILE = "There is no file 'nope.txt'"
-HEALED = "convert-gqa gone --kv-heads 1 --output out --calibrate text.txt --heal"
+HEALED = "convert-gqa gone --kv-heads 1 out --calibrate text.txt --heal"
 MISTAKES = {
-    "prune gone --output out": "Give one of --gates (from train-gates)",
-    "prune gone --output out --gates g --plan p": "Give one of --gates (from train-gates)",
+    "prune gone out": "Give one of --gates (from train-gates)",
+    "prune gone out --gates g --plan p": "Give one of --gates (from train-gates)",
     "prune gone --dry-run": "Give one of --gates (from train-gates)",
-    "prune gone --output out --scores scores --keep 4": "hold 2 criteria",
-    "prune gone --output out --scores scores --criterion fisher": "--scores needs --keep",
-    "prune gone --output out --scores scores --criterion fischer --keep 4": "Did you mean 'fisher'",
-    "prune gone --output out --scores scores --criterion fisher --keep 1.5": "between 0 and 1, not",
-    "prune gone --output out --scores scores --criterion fisher --keep -2": "negative, and -2 is",
-    "prune gone --output out --scores nope --keep 0.5": "'nope' is no scores folder",
-    "prune gone --output out --gates nope": "'nope' is no gates folder",
-    "prune gone --output out --plan plan.json --keep 0.5": "no effect without --scores or --gates",
-    "prune gone --output out --plan plan.json --criterion x": "no effect without --scores:",
-    "prune gone --output out --plan nope.json": "There is no plan file at 'nope.json'",
-    "prune gone --output out --plan .": "'.' is a folder; give the file of JSON that is meant",
-    "prune gone --output out --plan text.txt": "'text.txt' is not readable as JSON",
-    "prune gone --output out --plan plan.json --refit nope.txt": NO_FILE,
-    "prune gone --output out --plan plan.json --refit ./nope": "There is no file './nope'",
-    f"score gone --output out {DATA} --criterion fischer": "Did you mean 'fisher'",
-    f"score gone --output out {DATA} --attention encodr": "Did you mean 'encoder'",
-    "score gone --output out --data nope.txt": NO_FILE,
-    "score gone --output out --criterion gates --gates nope": "'nope' is no gates folder",
-    f"train-gates gone --output out {DATA} --target-heads 1.5": "between 0 and 1, not 1.5",
-    f"train-gates gone --output out {DATA} --target-heads 0.5 --attention x": "no family has",
-    "train-gates gone --output out --data nope.txt --target-heads 0.5": NO_FILE,
-    "convert-gqa gone --output out --kv-heads 1 --merge meen": "Did you mean 'mean'",
-    "convert-gqa gone --output out --kv-heads 1 --attention x": "no family has attention of that",
-    "convert-gqa gone --output out --kv-heads 1 --calibrate nope.txt": NO_FILE,
+    "prune gone out --scores scores --keep 4": "hold 2 criteria",
+    "prune gone out --scores scores --criterion fisher": "--scores needs --keep",
+    "prune gone out --scores scores --criterion fischer --keep 4": "Did you mean 'fisher'",
+    "prune gone out --scores scores --criterion fisher --keep 1.5": "between 0 and 1, not",
+    "prune gone out --scores scores --criterion fisher --keep -2": "negative, and -2 is",
+    "prune gone out --scores nope --keep 0.5": "'nope' is no scores folder",
+    "prune gone out --gates nope": "'nope' is no gates folder",
+    "prune gone out --plan plan.json --keep 0.5": "no effect without --scores or --gates",
+    "prune gone out --plan plan.json --criterion x": "no effect without --scores:",
+    "prune gone out --plan nope.json": "There is no plan file at 'nope.json'",
+    "prune gone out --plan .": "'.' is a folder; give the file of JSON that is meant",
+    "prune gone out --plan text.txt": "'text.txt' is not readable as JSON",
+    "prune gone out --plan plan.json --refit nope.txt": NO_FILE,
+    "prune gone out --plan plan.json --refit ./nope": "There is no file './nope'",
+    f"score gone out {DATA} --criterion fischer": "Did you mean 'fisher'",
+    f"score gone out {DATA} --config attention=encodr": "Did you mean 'encoder'",
+    "score gone out --data nope.txt": NO_FILE,
+    "score gone out --criterion gates --config gates=nope": "'nope' is no gates folder",
+    f"train-gates gone out {DATA} --target-heads 1.5": "between 0 and 1, not 1.5",
+    f"train-gates gone out {DATA} --target-heads 0.5 --config attention=x": "no family has",
+    "train-gates gone out --data nope.txt --target-heads 0.5": NO_FILE,
+    "convert-gqa gone out --kv-heads 1 --merge meen": "Did you mean 'mean'",
+    "convert-gqa gone out --kv-heads 1 --config attention=x": "no family has attention of that",
+    "convert-gqa gone out --kv-heads 1 --calibrate nope.txt": NO_FILE,
     f"{HEALED} 0": "--heal: ",
-    f"{HEALED} 3 --learning-rate 0": "--learning-rate: ",
-    "heal gone --teacher gone --output out --steps 3 --data nope.txt": NO_FILE,
-    f"heal model --teacher ./gone --output out --steps 3 {DATA}": "There is no folder './gone'",
+    f"{HEALED} 3 --config learning_rate=0": "learning_rate: ",
+    "heal gone --teacher gone out --steps 3 --data nope.txt": NO_FILE,
+    f"heal model --teacher ./gone out --steps 3 {DATA}": "There is no folder './gone'",
     f"evaluate model {DATA} --against ./gone": "There is no folder './gone'",
     "evaluate gone --data nope.txt": NO_FILE,
-    "compress gone --output out --keep 0.5 --data nope.txt": NO_FILE,
-    "compress gone --output out --keep 0.5 --for vlm": "--for: Input should be 'llama.cpp', 'vllm'",
+    "compress gone out --keep 0.5 --data nope.txt": NO_FILE,
+    "compress gone out --keep 0.5 --for vlm": "--for: Input should be 'llama.cpp', 'vllm'",
     f"check gone {DATA} --limit perplexity<=+2%": "give --baseline FILE",
-    "plan gone --output p --scores nope --keep 0.5": "'nope' is no scores folder",
+    "prune gone --dry-run --save-plan p --scores nope --keep 0.5": "'nope' is no scores folder",
     f"{PLAN} --keep 0.5": "2 criteria (fisher, magnitude)",
     f"{PLAN} --keep 0.5 --criterion x": "The scores have no criterion",
     f"{PLAN} --keep 1.5 --criterion fisher": "between 0 and 1, not 1.5",
-    f"{PLAN} --max-params 9 --per-layer": "no effect without --keep",
-    f"{PLAN} --keep 0.5 --device cpu": "no effect without --min-speedup",
-    "plan gone --output plan.json --scores scores --keep 0.5": "'plan.json' already exists",
-    f"sweep gone --output out {DATA} --criterion fischer": "Did you mean 'fisher'",
-    "sweep gone --output out --data nope.txt": NO_FILE,
-    f"sweep gone --output out {DATA} --test nope.txt": NO_FILE,
-    f"sweep gone --output scores {DATA}": "'scores' already exists",
+    f"{PLAN} --max-params 9 --config keep_roles=x": "no effect without --roles",
+    f"{PLAN.replace(' p ', ' plan.json ')} --keep 0.5": "'plan.json' already exists",
 }
 
 
@@ -96,22 +91,3 @@ def test_a_mistake_is_found_before_the_model(
     assert MISTAKES[line] in err
     assert "loading" not in err and "gone'" not in err.replace("'./gone'", ""), err
     assert not Path("out").exists()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        f"train-gates model {DATA} --output out --steps 1 --target-heads",
-        "prune model --scores scores --criterion fisher --output out --keep",
-        "plan model --scores scores --criterion fisher --output out.json --keep",
-    ],
-)
-def test_one_head_is_told_from_all(
-    line: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    option = line.split()[-1]
-    said = f"note: {option} 1 keeps one head; {option} 1.0 keeps all of them."
-    for value, told in (("1", True), ("1.0", False), ("2", False)):
-        assert (said in run(capsys, *line.split(), value)[2]) == told
-    helped = " ".join(run(capsys, line.split()[0], "--help")[1].replace("│", "").split())
-    assert "1.0 is all" in helped and "1 is one" in helped

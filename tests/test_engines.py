@@ -91,7 +91,7 @@ def test_a_cut_decoder_is_proven_in_its_engine(
     monkeypatch.setitem(tiny.SIZES, "num_hidden_layers", 2)
     model = cut("llama-gqa", 1)
     folder, out = tiny.save(model, tmp_path / "model"), tmp_path / "out"
-    code, shown, err = run(capsys, "export", folder, "--to", form, "--output", out, "--json")
+    code, shown, err = run(capsys, "export", folder, "--to", form, out, "--json")
     assert code == 0, err
     proof = json.loads(shown)["proof"]
     assert proof["how"] == "engine" and 0 < proof["difference"] < 2e-6

@@ -38,7 +38,7 @@ def test_an_export_is_recorded_and_replaced_only_where_it_is_ours(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    line = ("export", folder, "--to", "gguf", "--output", out)
+    line = ("export", folder, "--to", "gguf", out)
     code, text, err = run(capsys, *line, "--json")
     assert code == 0, err
     record = read_export(out)
@@ -70,7 +70,7 @@ def test_a_proof_that_fails_leaves_nothing(
     monkeypatch.setattr(exporting, "FORMATS", registry)
     with pytest.raises(ProofError, match=r"compute something else.*nan apart"):
         headprune.export(folder, tmp_path / "out", to="gguf")
-    code, _, err = run(capsys, "export", folder, "--to", "gguf", "--output", tmp_path / "out")
+    code, _, err = run(capsys, "export", folder, "--to", "gguf", tmp_path / "out")
     assert code == 1 and "Nothing was left there" in err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

@@ -90,7 +90,7 @@ def test_which_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(learning_rate=1e-3) == (MUON, 1e-3)
     assert chosen(optimizer=ADAMW) == (ADAMW, 1e-4)
     assert chosen(train=HealTrain.LORA) == (ADAMW, 1e-4)
-    with pytest.raises(ValueError, match="--optimizer muon does not go with --train lora"):
+    with pytest.raises(ValueError, match="--config optimizer=muon does not go with --train lora"):
         chosen(optimizer=MUON, train=HealTrain.LORA)
     with placements.sharding(True):
         assert chosen() == (ADAMW, 1e-4)

@@ -19,7 +19,6 @@ from headprune.config import (
     EvaluateConfig,
     HealConfig,
     ScoreConfig,
-    SweepConfig,
     TrainGatesConfig,
 )
 from headprune.context import Context, MadeBy
@@ -27,7 +26,6 @@ from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, PlanError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import Report
-from headprune.evaluation.sweep import sweep
 from headprune.evidence.score import score
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
@@ -280,24 +278,6 @@ def test_a_check_knows_what_it_measured(home: Path) -> None:
     for name, value, same in (("judge_s", 9.0, True), ("verdict", "broken", False)):
         edited = CheckReport.model_validate({**content, name: value})
         assert (edited.id == found.id) is same
-
-
-def test_a_sweep_knows_what_it_measured(home: Path, tmp_path: Path) -> None:
-    found = sweep(
-        home / "base",
-        text_of(home),
-        tmp_path / "sweep",
-        SMALL.part(SweepConfig, keep=[0.5], criterion="magnitude", refit=False, max_windows=8),
-    )
-    assert found.scores == read_scores(tmp_path / "sweep" / "scores").id
-    assert found.base.measured == id_of_model(home / "base")
-    (point,) = found.points
-    assert point.measured not in (None, found.base.measured)
-    (run,) = report([tmp_path / "sweep"], tmp_path / "page.md").runs
-    assert run.source == "base" and run.head_map is not None
-    edit(tmp_path / "sweep" / "sweep.json", lambda s: s.update(scores="0" * 64))
-    runs = report([tmp_path / "sweep"], tmp_path / "other.md").runs
-    assert [run.source for run in runs] == ["sweep", "base"]
 
 
 # In a report

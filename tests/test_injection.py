@@ -17,8 +17,8 @@ import yaml
 from rich.markup import escape
 
 from headprune.cli import terminal
+from headprune.commands.command import COMMANDS
 from headprune.config import CheckConfig, DataConfig, EvaluateConfig, ScoreConfig, TrainGatesConfig
-from headprune.declaration import COMMANDS
 from headprune.errors import HeadpruneError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.score import score
@@ -107,11 +107,11 @@ def _keys(content: Any, how: str) -> Any:
 
 Command = Callable[[Path], tuple[object, ...]]
 FILES: dict[str, tuple[str, Command]] = {
-    "report": ("run/report.json", lambda h: ("report", h / "run", "--output", h / "o.md")),
-    "check": ("run/check.json", lambda h: ("report", h / "run", "--output", h / "o.md")),
+    "report": ("run/report.json", lambda h: ("report", h / "run", h / "o.md")),
+    "check": ("run/check.json", lambda h: ("report", h / "run", h / "o.md")),
     "manifest": (
         "run/small/headprune.json",
-        lambda h: ("report", h / "run", "--output", h / "o.md"),
+        lambda h: ("report", h / "run", h / "o.md"),
     ),
     "verified": ("run/small/headprune.json", lambda h: ("verify", h / "run/small")),
     "config": ("base/config.json", lambda h: ("inspect", h / "base")),
@@ -131,8 +131,8 @@ FILES: dict[str, tuple[str, Command]] = {
         "b.json",
         lambda h: (
             *("check", h / "base", "--data", h / "text.txt", "--baseline", h / "b.json"),
-            *("--limit", "perplexity <= +2 %", "--seq-len", 16, "--max-windows", 12),
-            *("--resamples", 1000),
+            *("--limit", "perplexity <= +2 %", "--config", "seq_len=16", "--max-windows", 12),
+            *("--config", "resamples=1000"),
         ),
     ),
 }
@@ -185,7 +185,7 @@ def test_no_text_of_a_yaml_file_is_a_command(
         "check": {"model": "m", "data": "d", "limits": ["perplexity <= 3"], "dtype": "auto"},
         "train_gates": {"train": "gates", "objective": "lm", "dtype": "auto", "target_heads": 0.5},
     }
-    model = (place / "base", "--data", "none.txt", "--output", "o")
+    model = (place / "base", "--data", "none.txt", "o")
     arguments = (how.replace("_", "-"), *(model if how == "train_gates" else ()), "--config", path)
     for bad in poisoned(contents[how], START):
         path.write_text(yaml.safe_dump({how: bad}))
@@ -206,10 +206,17 @@ def test_no_name_of_a_folder_or_column_is_a_command(
     for arguments in (
         ("inspect", home / "none"),
         ("verify", home),
-        ("report", home / "run", "--output", home / "o.md"),
-        ("report", home / "run", "--output", home / "o.html", "--json"),
+        ("report", home / "run", home / "o.md"),
+        ("report", home / "run", home / "o.html", "--json"),
         ("evaluate", place / "base", "--data", home / "rows.jsonl"),
-        ("evaluate", place / "base", "--data", home / "rows.jsonl", "--text-column", START),
+        (
+            "evaluate",
+            place / "base",
+            "--data",
+            home / "rows.jsonl",
+            "--config",
+            f"text_column={START}",
+        ),
     ):
         code, out, err = run(capsys, *arguments)
         assert code in (0, 2)
@@ -311,21 +318,20 @@ def test_summaries_and_annotations_hold_no_controls(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from headprune.commands.check import CheckOptions, _tell, _write, show
+    from headprune.commands.check import _notify, _show, _write
 
     found = CheckReport.model_validate_json((place / "run/check.json").read_text())
     limits = tuple(one.model_copy(update={"limit": START}) for one in found.limits)
     bad = found.model_copy(update={"model": START, "baseline": START, "limits": limits})
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
-    options = CheckOptions(model="m", data="d", junit=tmp_path / "junit.xml")
-    _write(bad, options)
+    _write(bad, None, tmp_path / "junit.xml")
     for json_ in (False, True):
         if json_:
             terminal.show_json(COMMANDS["check"].as_json(bad))
         else:
-            show(bad, options, terminal.out)
-        _tell(bad, terminal.show_command)
+            _show(terminal.out, bad, {})
+        _notify(bad, {}, terminal.show_command)
         captured = capsys.readouterr()
         meant = [line for line in captured.err.split("\n") if line.startswith(MEANT)]
         assert len(meant) == 1  # perplexity is above its limit, the heads are as they should be
@@ -391,7 +397,7 @@ def test_a_refusal_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and len(err) <= 408 and "asked x" in err and "do this" in err
     path = tmp_path / "r.yaml"
-    for content in (b"a: [\n\n\n", b"\xff" * 50_000, b"check: {a: {b: " + b"x" * 9_000):
+    for content in (b"a: [\n\n\n", b"\xff" * 50_000, b"a: {b: {c: " + b"x" * 9_000):
         path.write_bytes(content)
         code, _, err = run(capsys, "check", "--config", path)
         assert code == 2 and err.count("\n") == 1 and len(err) < 420, err

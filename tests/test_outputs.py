@@ -17,10 +17,7 @@ from xml.etree import ElementTree as Xml
 import pytest
 import yaml
 
-from headprune.config import DataConfig, SweepConfig
 from headprune.errors import CheckpointError
-from headprune.evaluation import sweep as sweeping
-from headprune.evaluation.sweep import sweep
 from headprune.io import ownership, writing
 from headprune.io.figures import heat_map, save
 from headprune.io.outputs import claimed, claimed_file, refuse_foreign, whole_folder
@@ -31,10 +28,6 @@ from tests import tiny
 from tests.dying import FILES, state, write
 from tests.marks import slow_unless
 from tests.test_cli import run
-
-BRIEF = SweepConfig(
-    calibration_tokens=128, seq_len=16, criterion="magnitude", refit=False, max_windows=2
-)
 
 
 def names(folder: Path) -> list[str]:
@@ -432,18 +425,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 M, TEXT = "zoo/model", "--data zoo/text.txt"
 FOLDERS = [
-    f"prune {M} --plan zoo/plan.json --output OUT --overwrite",
-    f"prune {M} --gates zoo/gates --output OUT --overwrite",
-    f"prune {M} --scores zoo/scores --keep 0.5 --refit zoo/text.txt --output OUT --overwrite",
-    f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt --output OUT --overwrite",
-    f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt --heal 3 --output OUT --overwrite",
-    f"score {M} {TEXT} --output OUT --overwrite",
-    f"score {M} --criterion gates --gates zoo/gates --output OUT --overwrite",
-    f"sweep {M} {TEXT} --output OUT --overwrite",
-    f"sweep {M} --data text.txt --test zoo/text.txt --output OUT --overwrite",
+    f"prune {M} --plan zoo/plan.json OUT --overwrite",
+    f"prune {M} --gates zoo/gates OUT --overwrite",
+    f"prune {M} --scores zoo/scores --keep 0.5 --refit zoo/text.txt OUT --overwrite",
+    f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt OUT --overwrite",
+    f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt --heal 3 OUT --overwrite",
+    f"score {M} {TEXT} OUT --overwrite",
+    f"score {M} --criterion gates --gates zoo/gates OUT --overwrite",
     f"migrate {M} OUT --overwrite",
-    f"train-gates {M} {TEXT} --steps 1 --target-heads 0.5 --output OUT --overwrite",
-    f"heal {M} --teacher {M} {TEXT} --steps 1 --output OUT --overwrite",
+    f"train-gates {M} {TEXT} --steps 1 --target-heads 0.5 OUT --overwrite",
+    f"heal {M} --teacher {M} {TEXT} --steps 1 OUT --overwrite",
 ]
 
 
@@ -472,16 +463,17 @@ def test_no_command_replaces_what_it_reads(
 def test_the_data_of_a_command_is_an_input(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(home / "data", 1)
     (home / "data" / "inside" / "text.txt").write_text("precious")
-    for command in ("score model --output data --overwrite", "sweep model --output data"):
+    for command in ("score model data --overwrite", "roles model data"):
         code, _, err = run(capsys, *command.split(), "--data", "data/inside/text.txt")
         assert (code, "holds the input 'data/inside/text.txt'" in err) == (2, True), err
 
 
+ANY_BASELINE = "--config allow_other=true --config allow_dirty=true"
 FILE_OUTPUTS = {
-    f"evaluate {M} {TEXT} --output OUT": ["report"],
+    f"evaluate {M} {TEXT} OUT": ["report"],
     f"check {M} {TEXT} --limit perplexity<=9 --junit OUT": ["junit"],
-    f"check {M} {TEXT} --update-baseline --allow-other --allow-dirty --baseline OUT": ["baseline"],
-    f"plan {M} --scores zoo/scores --keep 0.5 --output OUT --overwrite": ["plan"],
+    f"check {M} {TEXT} --update-baseline {ANY_BASELINE} --baseline OUT": ["baseline"],
+    f"prune {M} --scores zoo/scores --keep 0.5 --dry-run --save-plan OUT --overwrite": ["plan"],
 }
 
 
@@ -513,7 +505,7 @@ def test_a_part_of_an_input_is_not_replaced_by_its_like(
     Path(M, "headprune.json").write_text(json.dumps(manifest))
     Path(M, "plan.json").write_text('{"unit": "head", "attentions": {}}')
     before = everything(home)
-    line = f"plan {M} --scores zoo/scores --keep 0.5 --output {M}/plan.json --overwrite"
+    line = f"plan {M} --scores zoo/scores --keep 0.5 {M}/plan.json --overwrite"
     code, _, err = run(capsys, *line.split())
     assert (code, f"belongs to, the input '{M}'" in err) == (2, True), err
     assert everything(home) == before
@@ -523,7 +515,7 @@ def test_of_two_writers_of_a_file_one_is_refused(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with another_process(home / "report.json"):
-        code, _, err = run(capsys, *f"evaluate {M} {TEXT} --output report.json".split())
+        code, _, err = run(capsys, *f"evaluate {M} {TEXT} report.json".split())
     assert (code, "Another process is writing" in err) == (2, True), err
 
 
@@ -553,71 +545,6 @@ def test_figures_are_known_by_their_maker(suffix: str, tmp_path: Path) -> None:
         claimed_file(file, ownership.FIGURE, overwrite=True),
     ):
         pytest.fail("there was work")
-
-
-# ----------------------------------------------------------------------- sweeps
-
-
-@pytest.fixture
-def swept(tmp_path: Path) -> tuple[Callable[..., object], Path]:
-    """A finished sweep and what makes it."""
-    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    (tmp_path / "text.txt").write_text(tiny.text(400))
-    text, out = DataConfig(source=str(tmp_path / "text.txt")), tmp_path / "swept"
-
-    def again(*keep: float, **options: object) -> object:
-        config = BRIEF.model_copy(update={"keep": keep})
-        return sweep(folder, text, out, config, **options)
-
-    again(0.5)
-    return again, out
-
-
-def test_a_sweep_anew_keeps_the_old_one_until_it_is_done(
-    swept: tuple[Callable[..., object], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    again, out = swept
-    good = everything(out)
-    with monkeypatch.context() as patched:
-        patched.setattr(sweeping, "evaluate", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            again(0.75, overwrite=True)
-    assert everything(out) == good
-    assert names(out.parent) == ["model", "swept", "text.txt"]
-    again(0.75, overwrite=True)
-    assert names(out / "points") == ["magnitude-0.75.json", "whole.json"]
-    # a sweep goes on among what its user put there, and does not replace that
-    (out / "notes.txt").write_text("mine")
-    again(0.75, 0.5)
-    assert len(names(out / "points")) == 3
-    with pytest.raises(CheckpointError, match=r"'notes\.txt' in"):
-        again(0.75, overwrite=True)
-    assert (out / "notes.txt").read_text() == "mine"
-    assert not [name for name in names(out) if name.startswith((".", "tmp"))]
-
-
-def test_a_sweep_goes_on_only_with_the_text_and_versions_it_began_with(
-    swept: tuple[Callable[..., object], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    again, out = swept
-    again(0.5)
-    text = out.parent / "text.txt"
-    before = text.read_text()
-    text.write_text(tiny.text(400, seed=1))
-    with pytest.raises(CheckpointError, match=r"other settings \(data, test\)"):
-        again(0.5, 0.25)
-    text.write_text(before)
-    test, further = (DataConfig(source=str(out.parent / name)) for name in ("a.txt", "b.txt"))
-    for one in (test, further):
-        Path(one.source).write_text(before)
-    again(0.5, test={"test": test, "further": further}, overwrite=True)
-    Path(further.source).write_text(tiny.text(400, seed=1))
-    with pytest.raises(CheckpointError, match=r"other settings \(further\)"):
-        again(0.5, test={"test": test, "further": further})
-    Path(further.source).write_text(before)
-    monkeypatch.setattr(sweeping, "versions", lambda: {"headprune": "0.0"})
-    with pytest.raises(CheckpointError, match=r"other settings \(versions\)"):
-        again(0.5, test={"test": test, "further": further})
 
 
 # ------------------------------------------------- what others call by such names
@@ -651,10 +578,10 @@ def test_a_users_files_in_an_output_are_kept_by_whatever_name(
 @pytest.mark.parametrize(
     "line",
     [
-        "score model --data text.txt --criterion magnitude --output out --overwrite",
-        "prune model --plan plan.json --output out --overwrite",
-        "train-gates model --data text.txt --target-heads 0.5 --steps 1 --batch-size 2 "
-        "--seq-len 16 --output out --overwrite",
+        "score model --data text.txt --criterion magnitude out --overwrite",
+        "prune model --plan plan.json out --overwrite",
+        "train-gates model --data text.txt --target-heads 0.5 --steps 1 --config batch_size=2 "
+        "--config seq_len=16 out --overwrite",
     ],
 )
 def test_a_users_files_beside_an_output_are_kept(

@@ -107,7 +107,7 @@ def test_the_cache_is_what_was_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     code, out, err = run(capsys, *line, "--dry-run")
     assert code == 0 and "□" in out, err
     assert "Layer 1 without heads: zero heads" in " ".join(err.split())
-    code, out, err = run(capsys, *line, "--output", tmp_path / "out", "--json")
+    code, out, err = run(capsys, *line, tmp_path / "out", "--json")
     assert code == 0, err
     found = json.loads(out)
     head_dim = attention_of(headprune.from_pretrained(model))[0].head_dim

@@ -86,9 +86,18 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.process
 def test_two_processes_heal_as_one_does(folder: Path) -> None:
     # bfloat16 rounds by how large a batch is; Muon orthogonalises in it
-    command = ("heal", "gqa", "--teacher", "model", "--learning-rate", "5e-3", "--no-bf16")
-    alike = ("--optimizer", "adamw")
-    done = together(folder, *command, *alike, "--json", "--output", "two")
+    command = (
+        "heal",
+        "gqa",
+        "--teacher",
+        "model",
+        "--config",
+        "learning_rate=5e-3",
+        "--config",
+        "bf16=false",
+    )
+    alike = ("--config", "optimizer=adamw")
+    done = together(folder, *command, *alike, "--json", "two")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)  # once: JSON twice would not parse
     text = DataConfig(source=str(folder / "text.txt"))
@@ -109,7 +118,7 @@ def test_two_processes_heal_as_one_does(folder: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("start", [together, pytest.param(launched, marks=pytest.mark.slow)])
 def test_two_processes_train_gates(start: Start, folder: Path) -> None:
-    command = ("train-gates", "model", "--target-heads", "0.5", "--output", "gates")
+    command = ("train-gates", "model", "--target-heads", "0.5", "gates")
     done = start(folder, *command, "--overwrite")
     assert done.returncode == 0, done.stderr
     assert len(re.findall("12 of 24 heads stay open", done.stdout)) == 1
@@ -129,7 +138,7 @@ def test_two_processes_train_gates(start: Start, folder: Path) -> None:
 @pytest.mark.process
 def test_two_processes_choose_as_one_does(folder: Path) -> None:
     how = ("--method", "refit", "--target-heads", "0.5")
-    done = together(folder, "train-gates", "model", *how, "--output", "refitted")
+    done = together(folder, "train-gates", "model", *how, "refitted")
     assert done.returncode == 0, done.stderr
     text, shared = DataConfig(source=str(folder / "text.txt")), SETTINGS | {"target_heads": 0.5}
     shared |= {"method": Method.REFIT}
@@ -150,7 +159,7 @@ def test_what_the_main_process_cannot_do_ends_all(folder: Path) -> None:
     """Only the main process looks into the output of train-gates."""
     (folder / "taken").mkdir()
     (folder / "taken" / "note").write_text("mine")
-    done = launched(folder, "train-gates", "model", "--target-heads", "0.5", "--output", "taken")
+    done = launched(folder, "train-gates", "model", "--target-heads", "0.5", "taken")
     assert done.returncode != 0
     assert "error: The output folder 'taken' already exists" in done.stderr
     assert "headprune/cli/app.py" not in done.stderr  # no traceback of ours
@@ -162,7 +171,7 @@ def test_batches_are_shared_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert processes.share_of(4) == 2
     for batch in (1, 3):
-        with pytest.raises(HeadpruneError, match="make --batch-size a multiple of 2"):
+        with pytest.raises(HeadpruneError, match="make --config batch_size=a multiple of 2"):
             processes.share_of(batch)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(HeadpruneError, match="The launcher asks for FSDP"):

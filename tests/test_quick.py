@@ -26,14 +26,15 @@ def test_from_scores_to_a_proven_and_measured_result(
         assert code == 0, err
         return out
 
-    scored = "--criterion fisher --seq-len 16 --calibration-tokens 256"
-    headprune(f"score model --data text.txt {scored} --output scores")
-    headprune("plan model --scores scores --criterion fisher --keep 0.5 --output plan.json")
-    assert "verified" in headprune("prune model --plan plan.json --output result")
+    scored = "--criterion fisher --config seq_len=16 --config calibration_tokens=256"
+    headprune(f"score model --data text.txt {scored} scores")
+    by = "--scores scores --criterion fisher --keep 0.5"
+    headprune(f"prune model {by} --dry-run --save-plan plan.json")
+    assert "verified" in headprune("prune model --plan plan.json result")
     headprune("verify result")
     told = json.loads(headprune("inspect result --json"))
     assert sum(layer["query_heads"] for layer in told["attentions"]) == 6 * tiny.LAYERS // 2
-    measured = "--no-speed --seq-len 16 --max-windows 4 --json"
+    measured = "--no-speed --config seq_len=16 --max-windows 4 --json"
     report = json.loads(headprune(f"evaluate result --data text.txt --against model {measured}"))
     costs = [report[name]["cost"]["kv_cache_bytes_per_token"] for name in ("model", "against")]
     assert 0 < costs[0] < costs[1]

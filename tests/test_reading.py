@@ -116,8 +116,8 @@ def test_text_of_which_the_tokenizer_makes_nothing(llama_folder: Path, tmp_path:
 @pytest.mark.parametrize(
     "line",
     [
-        "evaluate m --data t.txt --no-speed --seq-len 16",
-        "score m --data t.txt --criterion fisher --seq-len 16 --output out",
+        "evaluate m --data t.txt --no-speed --config seq_len=16",
+        "score m --data t.txt --criterion fisher --config seq_len=16 out",
     ],
 )
 def test_ids_that_a_model_does_not_embed(
@@ -160,8 +160,8 @@ COMMANDS = {
 def test_every_command_that_reads_text_refuses(
     command: str, strange: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--seq-len", "16"]
-    options += [] if command == "check" else ["--output", str(tmp_path / "out")]
+    options = ["--config", "seq_len=16"]
+    options += [] if command == "check" else [str(tmp_path / "out")]
     for changed, message in (
         ({}, "100% of the text's tokens are unknown"),
         ({"model": strange["bare"], "text": strange["good"]}, "has no usable tokenizer"),

@@ -26,7 +26,7 @@ MODELS = {
     "meta-llama/Llama-3.2-1B": "llama-gqa",
     "Helsinki-NLP/opus-mt-de-en": "marian",
 }
-SMALL = ["--steps", "3", "--batch-size", "2", "--seq-len", "16"]
+SMALL = ["--steps", "3", "--config", "batch_size=2", "--seq-len", "16"]
 
 
 def blocks(language: str, name: str) -> list[str]:
@@ -51,26 +51,28 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             shrunk += SMALL[2:]
         if "compress" in shrunk:
             # tiny models know no word of the text that ships
-            shrunk += ["--seq-len", "16", "--calibration-tokens", "256", "--held-out-tokens", "64"]
+            for small in ("seq_len=16", "calibration_tokens=256", "held_out_tokens=64"):
+                shrunk += ["--config", small]
             shrunk += [] if "--data" in shrunk else ["--data", "text.txt"]
         if "--heal" in shrunk:
             shrunk[shrunk.index("--heal") + 1] = "3"
         if "convert-gqa" in shrunk:
             shrunk += ["--seq-len", "16"]
         scores = shrunk[1] == "score" and "--data" in shrunk
-        if scores or shrunk[1] == "sweep" or (shrunk[1] == "prune" and "--refit" in shrunk):
+        if scores:
             shrunk += ["--seq-len", "16", "--calibration-tokens", "256"]
+        if shrunk[1] == "prune" and "--refit" in shrunk:
+            shrunk += ["--config", "seq_len=16", "--config", "calibration_tokens=256"]
         if "evaluate" in shrunk:
             shrunk += ["--seq-len", "16"]
-        if "--needle-lengths" in shrunk:
-            shrunk[shrunk.index("--needle-lengths") + 1] = "64,100"
+        shrunk = ["needle_lengths=64,100" if "needle_lengths" in w else w for w in shrunk]
         if "--keep-roles" in shrunk:  # which no head of a tiny model has
             at = shrunk.index("--keep-roles")
             del shrunk[at : at + 2]
         if shrunk[1] == "attention":  # in words that tiny models know
             shrunk[shrunk.index("--text") + 1] = tiny.text(9)
         if shrunk[1] == "roles":
-            shrunk += ["--seq-len", "16", "--sequences", "4", "--resamples", "20"]
+            shrunk += ["--config", "seq_len=16", "--sequences", "4", "--config", "resamples=20"]
             if "--ablation-tokens" in shrunk:
                 shrunk[shrunk.index("--ablation-tokens") + 1] = "64"
         monkeypatch.setattr("sys.argv", shrunk)

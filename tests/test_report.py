@@ -320,39 +320,6 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
         report([place / "cut" / "small", scores], tmp_path / "c.html")
 
 
-def test_a_sweep_is_a_curve(browser: Browser, tmp_path: Path) -> None:
-    def point(criterion: str, keep: float, quality: float) -> dict[str, Any]:
-        size = {"query_heads": int(24 * keep), "kv_heads": 12, "parameters": int(1_000 * keep)}
-        named = {"name": f"{criterion}-{keep}", "task": "causal-lm", "criterion": criterion}
-        found = {"quality": quality, "metrics": {"perplexity": quality}}
-        return {**named, "keep": keep, "refit": True, **size, **found}
-
-    points = [point("taylor", 0.5, 12.25), point("taylor", 0.75, 11.0), point("random", 0.5, 30.0)]
-    content: dict[str, Any] = {"metric": "perplexity", "higher_is_better": False, "front": []}
-    content["scores"] = "0" * 64
-    content["base"] = point("", 1.0, 10.0)
-    folder = tmp_path / "sweep"
-    (folder / "points").mkdir(parents=True)
-    (folder / "config.yaml").write_text("keep: [0.5]\n")
-    with pytest.raises(CheckpointError, match="sweep in .* is not finished"):
-        report([folder], tmp_path / "page.html")
-    (folder / "sweep.json").write_text(json.dumps({**content, "points": points}))
-    done = report([folder], tmp_path / "page.html")
-    assert done.runs[0].asked.startswith("Measure 3 cuts of sweep: 50%, 75% of its heads, by tay")
-    browser.open(done.output)
-    assert browser.complaints() == []
-    told = {tile.text.split("\n")[0]: tile.text.split("\n")[1] for tile in browser.all(".tile")}
-    assert told == {
-        "cuts": "3",
-        "best perplexity at 75.0%": "11",
-        "best perplexity at 50.0%": "12.25",
-    }
-    assert "30.0000" in done.output.read_text()
-    (folder / "sweep.json").write_text(json.dumps({**content, "points": []}))
-    with pytest.raises(CheckpointError, match="sweep.json' is not valid: points"):
-        report([folder], tmp_path / "other.html")
-
-
 def synthesized(folder: Path, layers: int = 32, heads: int = 32, steps: int = 1_000) -> Path:
     """Gates of a large model, with a history as train-gates writes it."""
     folder.mkdir()
@@ -455,15 +422,15 @@ def test_the_model_card_has_the_same_parts(place: Path) -> None:
 
 def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "page.html"
-    code, out, _ = command(capsys, "report", place / "cut", "--output", output, "--json")
+    code, out, _ = command(capsys, "report", place / "cut", output, "--json")
     assert code == 0
     assert json.loads(out)["runs"][0]["name"] == "cut"
-    code, _, err = command(capsys, "report", place / "cut", "--output", output)
+    code, _, err = command(capsys, "report", place / "cut", output)
     assert code == 2 and "already exists" in err and "--overwrite" in err
-    code, out, _ = command(capsys, "report", place / "cut", "--output", output, "--overwrite")
+    code, out, _ = command(capsys, "report", place / "cut", output, "--overwrite")
     assert code == 0 and "Written to" in out
     for name in ("summary.md", "summary.md", "page.html"):
-        to = ["--output", tmp_path / name, "--overwrite"]
+        to = [tmp_path / name, "--overwrite"]
         code, _, err = command(capsys, "report", place / "cut", *to)
         assert code == 0, err
     (tmp_path / "summary.md").write_text("## mine")
@@ -505,7 +472,7 @@ def test_what_cannot_be_reported_on(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for run, message in unfinished(place, tmp_path).values():
-        code, _, err = command(capsys, "report", run, "--output", tmp_path / "page.html")
+        code, _, err = command(capsys, "report", run, tmp_path / "page.html")
         assert code == 2
         assert message in err
         assert err.count("error:") == 1 and "Traceback" not in err
@@ -590,11 +557,11 @@ def test_what_is_unfinished_is_left_out_and_told(
     runs = shutil.copytree(place / "cut", tmp_path / "runs")
     (runs / "other-checkpoints").mkdir()
     shutil.copy(runs / "gates" / "config.yaml", runs / "other-checkpoints")
-    code, out, err = command(capsys, "report", runs, "--output", tmp_path / "page.html", "--json")
+    code, out, err = command(capsys, "report", runs, tmp_path / "page.html", "--json")
     told = "Not in the report: The training in"
     assert code == 0 and told in err and "other-checkpoints' is not finished" in err
     assert json.loads(out)["warnings"][0].startswith(told)
-    code, out, err = command(capsys, "report", place / "cut", "--output", tmp_path / "b.html")
+    code, out, err = command(capsys, "report", place / "cut", tmp_path / "b.html")
     assert code == 0 and told not in err
 
 

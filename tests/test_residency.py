@@ -231,7 +231,9 @@ def test_families(case: str, tmp_path: Path) -> None:
 
 def test_a_model_whose_layers_are_not_known_is_refused(tmp_path: Path) -> None:
     folder = tiny.save(tiny.model("deberta-v2"), tmp_path / "model")
-    wanted = "--placement layers: .* does not say which of its modules are layers. Use --placement"
+    wanted = (
+        "placement=layers: .* does not say which of its modules are layers. Use --config placement"
+    )
     with placing(Placement.LAYERS), pytest.raises(CheckpointError, match=wanted):
         _ = open_model(folder).net
 

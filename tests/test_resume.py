@@ -31,7 +31,6 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.context import Context
-from headprune.declaration import build
 from headprune.distillation import heal as healing
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, TrainingError
@@ -458,11 +457,20 @@ def test_a_training_that_breaks_down_writes_nothing(
 def test_a_learning_rate_that_is_too_large_is_named(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["--steps", "9", "--seq-len", "16", "--train", "all", "--weight-lr", "1e9"]
+    settings = [
+        "--steps",
+        "9",
+        "--config",
+        "seq_len=16",
+        "--train",
+        "all",
+        "--config",
+        "weight_lr=1e9",
+    ]
     command = ["train-gates", home / "model", "--data", home / "text.txt", *settings]
-    code, _, err = run(capsys, *command, "--target-heads", "0.5", "--output", tmp_path / "g")
+    code, _, err = run(capsys, *command, "--target-heads", "0.5", tmp_path / "g")
     assert code == 1
-    assert "Lower --gate-lr or --scale-lr or --weight-lr, and start anew" in err
+    assert "Lower --config gate_lr=or --config scale_lr=or --weight-lr, and start anew" in err
     assert not (tmp_path / "g").exists()
 
 
@@ -520,21 +528,23 @@ INF, NAN = float("inf"), float("nan")
     ],
 )
 def test_settings_that_no_run_could_have_are_refused(
-    kind: type[cfg._Config], settings: dict[str, Any]
+    kind: type[cfg.Settings], settings: dict[str, Any]
 ) -> None:
     with pytest.raises(ValidationError):
         kind(**settings)
     with pytest.raises(HeadpruneError) as told:
-        build(kind, settings)
+        cfg.build(kind, **settings)
     assert list(settings)[-1].replace("_", "-") in str(told.value)
     assert len(str(told.value)) < 300
 
 
 def test_as_many_steps_as_epochs_take_are_bounded(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(HeadpruneError, match=r"--epochs 1e\+09 of .* Give fewer, or --steps"):
+    with pytest.raises(
+        HeadpruneError, match=r"--config epochs=1e\+09 of .* Give fewer, or --steps"
+    ):
         gates(home, tmp_path / "g", steps=None, epochs=1e9)
     with pytest.raises(HeadpruneError, match="--memory: give a number .*got '1e400GiB'"):
-        build(cfg.EvaluateConfig, {"memory": "1e400GiB"})
+        cfg.build(cfg.EvaluateConfig, memory="1e400GiB")
 
 
 # a full disk

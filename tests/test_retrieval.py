@@ -94,7 +94,7 @@ def test_random_heads_do_not_retrieve(
     ("case", "length", "said"),
     [
         ("bert-mlm", 64, "this one is a BertForMaskedLM"),
-        ("gpt2", 20, "Give --needle-lengths of 41 or more"),
+        ("gpt2", 20, "Give --config needle_lengths=of 41 or more"),
         ("gpt2", 5000, "model and tokenizer take 128 at most"),
     ],
 )
@@ -112,7 +112,16 @@ def test_the_command_refuses_it_before_it_reads(
     text = tmp_path / "text.txt"
     text.write_text(tiny.text(1500))
     place = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    asked = ("roles", place, "--data", text, "--seq-len", 60, "--needle-lengths", 20)
-    code, _, err = run(capsys, *asked, "--output", tmp_path / "roles")
+    asked = (
+        "roles",
+        place,
+        "--data",
+        text,
+        "--config",
+        "seq_len=60",
+        "--config",
+        "needle_lengths=20",
+    )
+    code, _, err = run(capsys, *asked, tmp_path / "roles")
     assert (code, (tmp_path / "roles").exists()) == (2, False)
     assert "A needle in 20 tokens" in err

@@ -93,7 +93,7 @@ def test_what_cannot_be_is_said_and_nothing_written(
     given = [places.get(str(one), one) for one in arguments]
     given += [] if "--roles" in given else ["--roles", place / "roles"]
     told = ("plan", place / "model", "--scores", place / "scores", *given)
-    code, _, err = run(capsys, *told, "--output", tmp_path / "plan.json")
+    code, _, err = run(capsys, *told, tmp_path / "plan.json")
     assert (code, (tmp_path / "plan.json").exists()) == (2, False)
     assert said in err
 

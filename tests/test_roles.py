@@ -344,7 +344,7 @@ def test_random_sets_have_as_many_heads_of_the_same_layers() -> None:
     assert random_sets(attentions, {0: [*range(6)]}, seed=0) == []
 
 
-SMALLER = ["--sequences", "8", "--seq-len", "60", "--resamples", "200", "--json"]
+SMALLER = ["--sequences", "8", "--config", "seq_len=60", "--config", "resamples=200", "--json"]
 
 
 @pytest.fixture
@@ -368,7 +368,7 @@ def test_what_a_cut_loses_has_the_numbers_of_the_original(
     cut = prune(
         original, tmp_path / "cut", CutRequest(plan=Plan(unit=Unit.HEAD, attentions=parts))
     ).output
-    arguments = ["--data", text, "--against", original, *SMALLER, "--output"]
+    arguments = ["--data", text, "--against", original, *SMALLER]
     code, out, _ = run(capsys, "roles", cut, *arguments, tmp_path / "roles")
     now = RolesRecord.model_validate_json(out)
     assert code == 0
@@ -400,10 +400,10 @@ def test_what_a_cut_loses_has_the_numbers_of_the_original(
 @pytest.mark.parametrize(
     ("arguments", "words", "said"),
     [
-        (["--seq-len", "60"], 20, "makes 0 sequences"),
-        (["--seq-len", "60"], 80, "an interval needs four"),
-        (["--seq-len", "8", "--sequences", "4"], 500, "an interval needs four"),
-        (["--seq-len", "60", "--attention", "cross"], 500, "no 'cross' attention"),
+        (["--config", "seq_len=60"], 20, "makes 0 sequences"),
+        (["--config", "seq_len=60"], 80, "an interval needs four"),
+        (["--config", "seq_len=8", "--sequences", "4"], 500, "an interval needs four"),
+        (["--config", "seq_len=60", "--config", "attention=cross"], 500, "no 'cross' attention"),
     ],
 )
 def test_bad_input_is_refused(
@@ -417,7 +417,7 @@ def test_bad_input_is_refused(
     text, original = text_and_model
     text.write_text(tiny.text(words))
     output = tmp_path / "roles"
-    code, _, err = run(capsys, "roles", original, "--data", text, "--output", output, *arguments)
+    code, _, err = run(capsys, "roles", original, "--data", text, output, *arguments)
     assert (code, output.exists()) == (2, False)
     assert said in err
 
@@ -445,7 +445,8 @@ def test_a_check_counts_the_roles_that_are_gone(
     planted.shuffled(spoilt, 0, 0)
     broken = tiny.save(spoilt, tmp_path / "spoilt")
     limits = ("--limit", "roles_lost == 0", "--limit", "roles_lost <= 2")
-    quick = ("--seq-len", 60, "--role-sequences", 10, "--max-windows", 4, "--resamples", 1000)
+    settings = ("seq_len=60", "role_sequences=10", "resamples=1000")
+    quick = ("--max-windows", 4, *(f"--config={one}" for one in settings))
     words = ("check", broken, "--against", original, "--data", text, *limits, *quick)
     code, out, err = run(capsys, *words, "--json")
     assert code == 1, err

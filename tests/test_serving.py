@@ -35,12 +35,12 @@ def even(model: object) -> object:
         (
             RAGGED,
             ragged_plan,
-            "headprune export 'out put' --to vllm --output 'out put-vllm' && vllm serve",
+            "headprune export 'out put' --to vllm 'out put-vllm' && vllm serve",
         ),
         (
             EMPTY,
             lambda model: uneven_plan(model, 1),
-            "headprune export 'out put' --to vllm --output 'out put-vllm' && vllm serve",
+            "headprune export 'out put' --to vllm 'out put-vllm' && vllm serve",
         ),
     ],
 )
@@ -55,7 +55,7 @@ def test_the_card_names_the_command_for_the_shape(
     assert shape in shapes_in(read_manifest(out))
     card = (out / "README.md").read_text()
     assert line in card and ("transformers --trust-remote-code" in card) == (shape != EVEN)
-    assert "headprune export 'out put' --to gguf --output 'out put-gguf' && llama-server" in card
+    assert "headprune export 'out put' --to gguf 'out put-gguf' && llama-server" in card
     assert {*lines_of(out).values()} <= {*card.split("\n")}
 
 
@@ -63,7 +63,7 @@ def test_the_printed_commands_work_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "m"), tmp_path / "out"
-    line = ("convert-gqa", model, "--kv-heads", "1", "--output")
+    line = ("convert-gqa", model, "--kv-heads", "1")
     code, shown, err = run(capsys, *line, out)
     assert code == 0, err
     assert f"vLLM:\n  vllm serve {out}\n" in shown and "--to gguf" in shown
@@ -76,7 +76,10 @@ def test_the_printed_commands_work_here(
     assert lines == [f"  headprune evaluate {tmp_path / 'bare'} --data TEXT --against {model}"]
     (tmp_path / "TEXT.txt").write_text(tiny.text(300))
     words = lines[0].replace("TEXT", str(tmp_path / "TEXT.txt")).split()[1:]
-    quick = ["--no-speed", "--seq-len", "16", "--copying", "0", "--last-words", "0"]
+    quick = [
+        "--no-speed",
+        *(f"--config={one}" for one in ("seq_len=16", "copying=0", "last_words=0")),
+    ]
     code, shown, err = run(capsys, *words, *quick)
     assert code == 0 and "perplexity" in shown, err
 

@@ -82,7 +82,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(output: str, *others: str, **settings: Any) -> list[str]:
     settings = SETTINGS | settings
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    return ["train-gates", "model", "--data", "text.txt", "--output", output, *options, *others]
+    return ["train-gates", "model", "--data", "text.txt", output, *options, *others]
 
 
 def losses(folder: Path, file: str = "history.jsonl") -> list[float]:
@@ -298,9 +298,16 @@ def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
 def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
     def long(name: str) -> list[str]:
         # the optimiser that shards take, as one of them goes on without
-        how = ("--optimizer", "adamw", "--learning-rate", "5e-3", "--no-bf16")
-        how += ("--steps", "20", "--save-every", "1")
-        sizes = ("--batch-size", "4", "--seq-len", "16", "--shard", "--output", name)
+        how = (
+            "--config",
+            "optimizer=adamw",
+            "--config",
+            "learning_rate=5e-3",
+            "--config",
+            "bf16=false",
+        )
+        how += ("--steps", "20", "--config", "save_every=1")
+        sizes = ("--config", "batch_size=4", "--config", "seq_len=16", "--shard", name)
         return ["heal", "gqa", "--teacher", "model", "--data", "text.txt", *how, *sizes]
 
     name = f"healed-{killed}"

@@ -195,7 +195,9 @@ def test_what_is_fused_on_disk_is_cut_in_memory(case: str, tmp_path: Path) -> No
     ).manifest
     assert manifest.proof is not None
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    with pytest.raises(CheckpointError, match="--proof tensors: 'roberta|gte|nomic.*leave out"):
+    with pytest.raises(
+        CheckpointError, match="--config proof=tensors: 'roberta|gte|nomic.*leave out"
+    ):
         prune(
             model,
             tmp_path / "other",
@@ -496,7 +498,9 @@ def test_proof_of_tensors_is_refused_where_weights_change(
 
     text = tmp_path / "text.txt"
     text.write_text(tiny.text(400))
-    with pytest.raises(PlanError, match="--proof tensors compares the result with the checkpoint"):
+    with pytest.raises(
+        PlanError, match="--config proof=tensors compares the result with the checkpoint"
+    ):
         prune(
             model,
             tmp_path / "out",
@@ -624,8 +628,15 @@ def test_a_shard_that_goes_while_it_is_read(
     done: list[None] = []
     monkeypatch.setattr(shards, "_write", writing)
     before = sorted(p.name for p in tmp_path.iterdir())
-    command = ["prune", model, "--plan", tmp_path / "plan.json", "--max-shard-size", SHARD]
-    code, _, err = run(capsys, *command, "--output", tmp_path / "out")
+    command = [
+        "prune",
+        model,
+        "--plan",
+        tmp_path / "plan.json",
+        "--config",
+        f"max_shard_size={SHARD}",
+    ]
+    code, _, err = run(capsys, *command, tmp_path / "out")
     assert (code, done) == (2, [None])
     assert said in err
     assert sorted(p.name for p in tmp_path.iterdir()) == before
@@ -638,7 +649,7 @@ def test_a_shard_that_is_not_whole(
     model = saved("llama-gqa", tmp_path / "sharded")
     plan.model_copy(update={"model": None}).write(tmp_path / "plan.json")
     (shrinking if how == "truncated" else vanishing)(model)
-    command = ["prune", model, "--plan", tmp_path / "plan.json", "--output", tmp_path / "out"]
+    command = ["prune", model, "--plan", tmp_path / "plan.json", tmp_path / "out"]
     code, _, err = run(capsys, *command)
     assert code == 2
     assert ("is damaged" if how == "truncated" else "which are not beside it") in err
@@ -668,7 +679,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_shard(
     plan.write(tmp_path / "plan.json")
     before = sorted(p.name for p in tmp_path.iterdir())
     monkeypatch.setattr(shards.os, "write", write)
-    command = ["prune", model, "--plan", tmp_path / "plan.json", "--output", tmp_path / "out"]
+    command = ["prune", model, "--plan", tmp_path / "plan.json", tmp_path / "out"]
     code, _, err = run(capsys, *command)
     assert code == 2 and room == [0]
     assert "the disk is full. Nothing was left there" in err
@@ -677,6 +688,8 @@ def test_a_disk_that_fills_in_the_middle_of_a_shard(
 
 @pytest.mark.parametrize("size", ["5", "0GB", "5 GiB", "big"])
 def test_sizes_of_shards_have_a_unit(size: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "prune", "m", "--plan", "p", "--max-shard-size", size, "--dry-run")
+    code, _, err = run(
+        capsys, "prune", "m", "--plan", "p", "--config", f"max_shard_size={size}", "--dry-run"
+    )
     assert code == 2
     assert "give a number with its unit, such as 5GB" in err

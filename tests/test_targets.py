@@ -141,7 +141,7 @@ def test_a_plan_that_an_engine_cannot_hold_is_refused(
 ) -> None:
     model, plan = saved(tmp_path), tmp_path / "plan.json"
     uneven_plan(headprune.from_pretrained(model)).model_copy(update={"model": None}).write(plan)
-    line = ("prune", model, "--plan", plan, "--output", tmp_path / "out")
+    line = ("prune", model, "--plan", plan, tmp_path / "out")
     code, _, err = run(capsys, *line, "--for", "anywhere")
     assert code == 2 and not (tmp_path / "out").exists()
     said = " ".join(err.split())
@@ -227,17 +227,26 @@ def test_kv_heads_go_in_ways_that_the_engine_holds(target: str, said: list[str])
 def test_converted_for_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, text = saved(tmp_path), tmp_path / "t.txt"
     text.write_text(tiny.text(4_000))
-    line = ("convert-gqa", model, "--kv-budget", "0.5", "--calibrate", text, "--seq-len", "16")
-    line = (*line, "--calibration-tokens", "256")
+    line = (
+        "convert-gqa",
+        model,
+        "--kv-budget",
+        "0.5",
+        "--calibrate",
+        text,
+        "--config",
+        "seq_len=16",
+    )
+    line = (*line, "--config", "calibration_tokens=256")
     code, out, err = run(capsys, *line, "--dry-run", "--json")
     assert code == 0, err
     found = json.loads(out)
     assert found["engines"]["onnx"] == found["expected_cost"]
     assert found["engines"]["anywhere"] > found["engines"]["onnx"]
-    code, _, err = run(capsys, *line, "--for", "anywhere", "--output", tmp_path / "out")
+    code, _, err = run(capsys, *line, "--for", "anywhere", tmp_path / "out")
     assert code == 0, err
     assert open_source(tmp_path / "out").config.num_key_value_heads == 1
-    counts = ("convert-gqa", model, "--kv-heads", "3,1,1,1", "--output", tmp_path / "other")
+    counts = ("convert-gqa", model, "--kv-heads", "3,1,1,1", tmp_path / "other")
     code, _, err = run(capsys, *counts, "--for", "anywhere")
     assert code == 2 and "--for anywhere needs the same number of KV heads" in " ".join(err.split())
 

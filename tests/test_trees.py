@@ -259,8 +259,8 @@ def test_a_file_without_trees_is_refused(
     if content is not None:
         _written(tmp_path, content)
     model, output = tiny.save(tiny.model("llama-gqa"), tmp_path / "model"), tmp_path / "roles"
-    asked = ["--data", text, "--trees", tmp_path / "trees.conllu", "--seq-len", "60"]
-    code, _, err = run(capsys, "roles", model, "--output", output, *asked)
+    asked = ["--data", text, "--trees", tmp_path / "trees.conllu", "--config", "seq_len=60"]
+    code, _, err = run(capsys, "roles", model, output, *asked)
     assert (code, output.exists()) == (2, False)
     assert said in err
 

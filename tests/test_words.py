@@ -54,7 +54,7 @@ def test_even_heads_are_not_called_uneven(
     plan = uneven_plan(headprune.from_pretrained(model), 0) if uneven else even_plan(model, (1,))
     plan.write(tmp_path / "plan.json")
     base = ("prune", model, "--plan", tmp_path / "plan.json")
-    for options in (["--output", tmp_path / "out"], ["--dry-run"]):
+    for options in ([tmp_path / "out"], ["--dry-run"]):
         code, out, err = run(capsys, *base, *options)
         assert code == 0, err
         assert said in " ".join(out.split())
@@ -66,7 +66,7 @@ def test_an_even_conversion_is_not_called_uneven(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    line = ("convert-gqa", model, "--kv-heads", 2, "--output", tmp_path / "out")
+    line = ("convert-gqa", model, "--kv-heads", 2, tmp_path / "out")
     code, out, err = run(capsys, *line)
     assert code == 0, err
     assert EVEN in " ".join(out.split())
@@ -76,7 +76,7 @@ def test_an_even_conversion_is_not_called_uneven(
     ("line", "message"),
     [
         ("verify nope", "There is no folder 'nope'. Give one that headprune wrote."),
-        ("report nope --output page.html", "There is no run at 'nope'"),
+        ("report nope page.html", "There is no run at 'nope'"),
         (
             "evaluate ./nope --data text.txt",
             "There is no folder './nope', and no hub id is written so",
@@ -189,13 +189,13 @@ def test_uneven_heads_load_without_a_warning_of_transformers(
 @pytest.mark.parametrize(
     ("line", "stages"),
     [
-        ("score {model} --data {text} --output out", ["loading the model ...", "scoring ..."]),
-        ("prune {model} --plan {plan} --output out --refit {text}", ["refitting W_O ..."]),
-        ("convert-gqa {model} --kv-heads 1 --output out", ["merging KV heads (mean) ..."]),
+        ("score {model} --data {text} out", ["loading the model ...", "scoring ..."]),
+        ("prune {model} --plan {plan} out --refit {text}", ["refitting W_O ..."]),
+        ("convert-gqa {model} --kv-heads 1 out", ["merging KV heads (mean) ..."]),
         ("evaluate {model} --data {text} --no-speed", ["evaluating ..."]),
-        ("heal {model} --teacher {model} --data {text} --steps 1 --output out", ["healing ..."]),
+        ("heal {model} --teacher {model} --data {text} --steps 1 out", ["healing ..."]),
         (
-            "train-gates {model} --data {text} --target-heads 0.5 --steps 1 --output out",
+            "train-gates {model} --data {text} --target-heads 0.5 --steps 1 out",
             ["reading the data ...", "training ..."],
         ),
     ],
@@ -212,7 +212,7 @@ def test_a_pipe_gets_a_line_per_stage_and_no_bars(
     Path("plan.json").write_text('{"model.layers.1.self_attn": [0, 1]}')
     names = {"model": llama_folder, "text": text_file, "plan": "plan.json"}
     words = [word.format(**names) for word in line.split()]
-    words += [] if "convert" in line else ["--seq-len", "16"]
+    words += [] if "convert" in line else ["--config", "seq_len=16"]
     code, _, err = run(capsys, *words)
     assert code == 0, err
     assert all(stage in err for stage in stages), err

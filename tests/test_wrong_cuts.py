@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from headprune.config.cutting import ProofOption
-from headprune.config.writing import Writing
+from headprune.config import ProofOption, Writing
 from headprune.errors import ProofError
 from headprune.exporting import write as streamed
 from headprune.exporting.prune import prune
@@ -167,7 +166,7 @@ def test_a_proof_that_shows_nothing_at_one_module_writes_nothing(tmp_path: Path)
         heads[:, [0, 2]] *= 1e-8
     base = tiny.save(model, tmp_path / "model")
     plan = as_plan([kept(a, (0, 1)) for a in attentions])
-    refused = r"show nothing.*'model.layers.1.self_attn'.*--proof tensors"
+    refused = r"show nothing.*'model.layers.1.self_attn'.*--config proof=tensors"
     with pytest.raises(ProofError, match=refused):
         prune(base, tmp_path / "out", CutRequest(plan=plan))
     assert not (tmp_path / "out").exists()

@@ -65,7 +65,7 @@ def evaluate(model: Path, *more: object) -> dict[str, Any]:
         "--data",
         f"novel={SHIPPED / 'novel.txt.gz'}",
     ]
-    options = ["--seq-len", 256, "--max-windows", 24, "--output", report, *more]
+    options = ["--config", "seq_len=256", "--max-windows", 24, report, *more]
     headprune("evaluate", model, *texts, *options)
     content: dict[str, Any] = json.loads(report.read_text())
     return content
@@ -91,7 +91,7 @@ def continuation(model: Path) -> str:
 
 def in_engine(model: Path, output: Path) -> None:
     """Exports the cut model, and has both torch and the engine write the same sentence."""
-    headprune("export", model, "--to", "onnx", "--output", output, "--overwrite")
+    headprune("export", model, "--to", "onnx", output, "--overwrite")
     console.print("\n[bold]The cut model goes on, in torch:[/]", continuation(model))
     console.print(
         "[bold]and in ONNX Runtime:[/]", in_onnxruntime.continuation(output, SENTENCE), "\n"
@@ -142,19 +142,41 @@ def main() -> None:
     learnt |= {name: SHIPPED / f"{name}.txt.gz" for name in OTHERS}
     texts = [word for name, file in learnt.items() for word in ("--data", f"{name}={file}")]
 
-    size = ["--calibration-tokens", 8192, "--held-out-tokens", 3072, "--seq-len", 256]
-    headprune("compress", model, "--keep", 0.75, *texts, *size, "--output", small, "--overwrite")
+    size = [
+        "--config",
+        "calibration_tokens=8192",
+        "--config",
+        "held_out_tokens=3072",
+        "--config",
+        "seq_len=256",
+    ]
+    headprune("compress", model, "--keep", 0.75, *texts, *size, small, "--overwrite")
     pruned = evaluate(small, "--against", model)
 
-    text = ["--calibrate", HERE / "train.txt", "--calibration-tokens", 4096, "--seq-len", 256]
-    headprune("convert-gqa", model, "--kv-heads", 1, *text, "--output", mqa, "--overwrite")
-    converted = evaluate(mqa, "--against", model, "--decode-batches", 1)
+    text = [
+        "--calibrate",
+        HERE / "train.txt",
+        "--config",
+        "calibration_tokens=4096",
+        "--config",
+        "seq_len=256",
+    ]
+    headprune("convert-gqa", model, "--kv-heads", 1, *text, mqa, "--overwrite")
+    converted = evaluate(mqa, "--against", model, "--config", "decode_batches=1")
 
     settings = ["--config", HERE / "headprune.yaml", small, "--data", HERE / "test.txt"]
     settings += ["--baseline", RESULTS / "baseline.json"]
-    headprune("check", *settings, "--update-baseline", "--allow-dirty", "--allow-other")
+    headprune(
+        "check",
+        *settings,
+        "--update-baseline",
+        "--config",
+        "allow_dirty=true",
+        "--config",
+        "allow_other=true",
+    )
     headprune("check", *settings, "--against", model, "--junit", RESULTS / "check.xml")
-    headprune("report", cut, shared, "--output", RESULTS / "report.html", "--overwrite")
+    headprune("report", cut, shared, RESULTS / "report.html", "--overwrite")
     in_engine(small, RESULTS / "smollm2-small-onnx")
 
     console.print(closing_table(pruned, converted))

@@ -1,137 +1,123 @@
-"""The reference page of every command, from its declaration: one row per option."""
+"""The reference page of every command, from its function: one row per option."""
 
 from __future__ import annotations
 
-import enum
 import inspect
-from pathlib import Path
 from typing import Any
 
-from pydantic.fields import FieldInfo
+from typer.models import ArgumentInfo
 
-from headprune.cli.adapter import kind_of, values_of
-from headprune.declaration import COMMANDS, Command, Panel, appearance, flags
+import headprune.commands  # noqa: F401  (registers them)
+from headprune.cli.app import is_several, metavar_of
+from headprune.commands.command import COMMANDS, Command, in_order
+from headprune.config.base import flag
 
-_VALUES = {str: "TEXT", int: "INTEGER", float: "NUMBER", Path: "PATH"}
-_EVERYWHERE = (
-    (
+_ROWS = {
+    "Output": ("`--json`{ .option }", "", "", "Print machine-readable JSON on stdout."),
+    "Advanced": (
         "`--config`{ .option }",
-        "`PATH`",
+        "`FILE`",
         "",
-        "YAML whose section of the command's name has settings.",
+        "YAML file with options of this command, or NAME=VALUE; options given here win.",
     ),
-    ("`--json`{ .option }", "", "", "Print machine-readable JSON on stdout."),
-)
+}
 
 
 def names() -> list[str]:
-    """The commands in the order in which ``headprune --help`` lists them."""
-    return [command.name for command in Command.listed()]
+    """The commands in the order of ``headprune --help``."""
+    return [command.name for command in in_order()]
 
 
 def page(name: str) -> str:
     """The page of a command, in Markdown."""
     command = COMMANDS[name]
-    fields = dict(command.fields())
-    arguments = {n: info for n, info in fields.items() if appearance(info).positional}
-    metavars = [_metavar(n, info) for n, info in arguments.items()]
-    usage = " ".join(["headprune", name, *metavars, "[OPTIONS]"])
-    parts = [f"# headprune {name}", inspect.getdoc(command.options) or "", f"```text\n{usage}\n```"]
-    if arguments:
-        texts = [_cell(info.description) for info in arguments.values()]
-        shown = [f"`{metavar}`" for metavar in metavars]
-        parts += [
-            "## Arguments",
-            _table(("argument", "meaning"), list(zip(shown, texts, strict=True))),
+    arguments = {n: i for n, (_, i) in command.options().items() if isinstance(i, ArgumentInfo)}
+    usage = f"{_call(command)} [OPTIONS]"
+    parts = [f"# headprune {name}", inspect.getdoc(command.run) or "", f"```text\n{usage}\n```"]
+    rows = [(f"`{info.metavar}`", _cell(info.help)) for info in arguments.values()]
+    if rows:
+        parts += ["## Arguments", _table(("argument", "meaning"), rows)]
+    for panel in ("Options", "Calibration", "Training", "Output", "Advanced"):
+        options = [
+            _row(n, parameter, info)
+            for n, (parameter, info) in command.options().items()
+            if (info.rich_help_panel or "Options") == panel and n not in arguments
         ]
-    for panel in Panel:
-        rows = [
-            _row(n, info)
-            for n, info in fields.items()
-            if appearance(info).panel is panel and n not in arguments
-        ]
-        rows += _EVERYWHERE if panel is Panel.ADVANCED else ()
-        if rows:
-            parts += [f"## {panel.value}", _table(("option", "value", "default", "meaning"), rows)]
-    parts += ["## In Python", f"```python\n{_python(command)}\n```"]
+        if (command.config and panel == "Advanced") or (command.as_json and panel == "Output"):
+            options.append(_ROWS[panel])
+        if options:
+            parts += [f"## {panel}", _table(("option", "value", "default", "meaning"), options)]
+    parts.append("## In Python")
+    if command.config:
+        parts.append("Arguments that are no options above are set here, or by `--config`.")
+    parts.append(f"```python\n{_python(command)}\n```")
     return "\n\n".join(parts) + "\n"
 
 
 def commands() -> str:
     """The commands, and what each does."""
-    rows = []
-    for command in Command.listed():
-        fields = dict(command.fields())
-        metavars = [_metavar(n, i) for n, i in fields.items() if appearance(i).positional]
-        call = " ".join(["headprune", command.name, *metavars])
-        rows.append((command.chapter.value, f"[`{call}`]({command.name}.md)", _purpose(command)))
+    rows = [
+        (command.panel.value, f"[`{_call(command)}`]({command.name}.md)", _purpose(command))
+        for command in in_order()
+    ]
     return _table(("", "command", "purpose"), rows)
 
 
-def _metavar(name: str, info: FieldInfo) -> str:
-    return appearance(info).metavar or name.upper()
-
-
-def _purpose(command: Command[Any, Any]) -> str:
-    return _cell((inspect.getdoc(command.options) or "").partition("\n")[0])
-
-
 def functions() -> str:
-    """The functions with what they take by place, and their pages."""
+    """The functions, and their pages."""
     rows = []
-    for command in Command.listed():
-        parameters = command.signature().parameters.values()
-        first = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-        call = f"`headprune.{command.section}({', '.join([*first, '...'])})`"
+    for command in in_order():
+        by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        first = [n for n, p in command.parameters().items() if p.kind is by_place]
+        call = f"`headprune.{command.run.__name__}({', '.join([*first, '...'])})`"
         rows.append((f"[{call}](commands/{command.name}.md)", _purpose(command)))
     return _table(("function", "what it does"), rows)
 
 
-def _python(command: Command[Any, Any]) -> str:
-    """The call with all its settings, a line each, where they have defaults."""
-    lines = [f"headprune.{command.section}("]
+def _call(command: Command) -> str:
+    words = [
+        str(info.metavar) if parameter.default is parameter.empty else f"[{info.metavar}]"
+        for parameter, info in command.options().values()
+        if isinstance(info, ArgumentInfo)
+    ]
+    return " ".join(["headprune", command.name, *words])
+
+
+def _purpose(command: Command) -> str:
+    return _cell((inspect.getdoc(command.run) or "").partition("\n")[0])
+
+
+def _python(command: Command) -> str:
+    """The call with all its arguments, a line each."""
+    lines = [f"headprune.{command.run.__name__}("]
     star = False
-    for parameter in command.signature().parameters.values():
+    for name, parameter in command.parameters().items():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not star:
             lines, star = [*lines, "    *,"], True
-        default = parameter.default
-        if isinstance(default, enum.Enum | Path):
-            default = default.value if isinstance(default, enum.Enum) else str(default)
-        given = "" if default is inspect.Parameter.empty else f"={default!r}"
-        lines.append(f"    {parameter.name}{given},")
+        required = parameter.default is inspect.Parameter.empty
+        lines.append(f"    {name}{'' if required else f'={parameter.default!r}'},")
     return "\n".join([*lines, ")"])
 
 
-def _row(name: str, info: FieldInfo) -> tuple[str, str, str, str]:
-    default: Any = "required" if info.is_required() else ""
-    if not info.is_required() and info.default not in (None, False, (), ""):
-        value = info.default.value if isinstance(info.default, enum.Enum) else info.default
-        value = ",".join(map(str, value)) if isinstance(value, tuple) else value
-        default = f"`{value}`"
-    shown = ", ".join(f"`{flag}`{{ .option }}" for flag in flags(name, info))
-    return shown, _value(info), default, _cell(info.description)
-
-
-def _value(info: FieldInfo) -> str:
-    """The kind of value that an option takes, and whether it may be given several times."""
-    kind, several = kind_of(info)
-    metavar = appearance(info).metavar
-    if kind is bool:
-        return ""
-    if metavar:
-        value = f"`{metavar}`"
-    elif values_of(info):
-        value = ", ".join(f"`{each}`" for each in values_of(info))
-    else:
-        value = f"`{_VALUES[kind]}`"
-    return f"{value}, repeatable" if several else value
+def _row(name: str, parameter: inspect.Parameter, info: Any) -> tuple[str, str, str, str]:
+    default = "" if parameter.default in (None, False, ()) else f"`{parameter.default}`"
+    if parameter.default is inspect.Parameter.empty:
+        default = "required"
+    elif isinstance(parameter.default, tuple) and parameter.default:
+        default = f"`{','.join(map(str, parameter.default))}`"
+    value = f"`{metavar_of(parameter, info)}`".replace("|", "`, `")
+    if "bool" in str(parameter.annotation):
+        value = ""
+    value += ", repeatable" if is_several(parameter.annotation) else ""
+    spelt = f"`{flag(name)}`{{ .option }}"
+    spelt += f", `--no-{flag(name)[2:]}`{{ .option }}" if parameter.default is True else ""
+    return spelt, value, default, _cell(info.help)
 
 
 def _cell(text: str | None) -> str:
-    """A help text in a cell of a Markdown table."""
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: list[Any]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -102,9 +102,9 @@ def main() -> None:
             Path(name).write_text(words, encoding="utf-8")
         trained().save_pretrained("original")
         tokenizer().save_pretrained("original")
-        gates = ("train-gates", "original", "--data", "train.txt", "--output", "gates")
-        budget = ("--target-heads", "0.75", "--steps", 60, "--seq-len", LENGTH)
-        prune = ("prune", "original", "--gates", "gates", "--output", "smaller")
+        gates = ("train-gates", "original", "--data", "train.txt", "gates")
+        budget = ("--target-heads", "0.75", "--steps", 60, "--config", f"seq_len={LENGTH}")
+        prune = ("prune", "original", "--gates", "gates", "smaller")
         check = ("check", "--config", HERE / "headprune.yaml", "--baseline", HERE / "baseline.json")
         for command in ((*gates, *budget), prune, (*check, *update)):
             if code := headprune(*command):

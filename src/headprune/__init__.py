@@ -10,15 +10,50 @@ from typing import TYPE_CHECKING, Any
 
 from headprune._version import __version__ as __version__
 
-if TYPE_CHECKING:  # and for the reference, which reads these names here
+if TYPE_CHECKING:  # for type checkers and the reference, which read these names here
+    from headprune.commands.attention import attention as attention
+    from headprune.commands.check import check as check
+    from headprune.commands.compress import compress as compress
+    from headprune.commands.convert_gqa import convert_gqa as convert_gqa
+    from headprune.commands.evaluate import evaluate as evaluate
+    from headprune.commands.export import export as export
+    from headprune.commands.families import families as families
+    from headprune.commands.heal import heal as heal
+    from headprune.commands.inspect import inspect as inspect
+    from headprune.commands.migrate import migrate as migrate
+    from headprune.commands.prune import prune as prune
+    from headprune.commands.report import report as report
+    from headprune.commands.roles import roles as roles
+    from headprune.commands.score import score as score
+    from headprune.commands.train_gates import train_gates as train_gates
+    from headprune.commands.verify import verify as verify
     from headprune.context import Context as Context
     from headprune.model.loading import from_pretrained as from_pretrained
     from headprune.reports.attention import attention_picture as attention_picture
     from headprune.schemas.plan import Plan as Plan
 
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
-_OTHERS = {
-    "Context": "headprune.declaration",
+_COMMANDS = [
+    "attention",
+    "check",
+    "compress",
+    "convert_gqa",
+    "evaluate",
+    "export",
+    "families",
+    "heal",
+    "inspect",
+    "migrate",
+    "prune",
+    "report",
+    "roles",
+    "score",
+    "train_gates",
+    "verify",
+]
+_MODULES = {
+    **{name: f"headprune.commands.{name}" for name in _COMMANDS},
+    "Context": "headprune.context",
     "Plan": "headprune.schemas.plan",
     "attention_picture": "headprune.reports.attention",
     "from_pretrained": "headprune.model.loading",
@@ -26,16 +61,10 @@ _OTHERS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OTHERS:
-        return getattr(importlib.import_module(_OTHERS[name]), name)
-    if not name.startswith("_"):
-        commands = importlib.import_module("headprune.declaration").COMMANDS
-        if name.replace("_", "-") in commands:
-            return commands[name.replace("_", "-")]
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'headprune' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    commands = importlib.import_module("headprune.declaration").COMMANDS
-    functions = [command.section for command in commands.values()]
-    return sorted(["__version__", *_OTHERS, *functions])
+    return sorted(["__version__", *_MODULES])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue
@@ -28,36 +28,23 @@ class MadeBy(BaseModel):
     command: str
     options: dict[str, JsonValue]
 
-    @classmethod
-    def of(cls, command: str, options: BaseModel) -> MadeBy:
-        """The record of a command in what it writes: all that has a part in the result."""
-        # where it lies, and how it came to be there
-        apart = {"output", "overwrite", "resume", "device", "placement"}
-        resolved = options.model_dump(mode="json", exclude=apart, exclude_none=True)
-        return cls(command=command, options=resolved)
-
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a model may bring.
+    """Permissions of a model.
 
     Attributes:
-        trust_remote_code: Code that comes with it.
-        drop_unexpected: Tensors of the checkpoint that its class does not take; they are left out.
+        trust_remote_code: Run code that comes with it.
+        drop_unexpected: Leave out tensors of the checkpoint that its class does not take.
     """
 
     trust_remote_code: bool = False
     drop_unexpected: bool = False
 
-    @classmethod
-    def by(cls, options: BaseModel) -> Allowed:
-        """What options allow; a command that lacks one of them does not."""
-        return cls(**{each.name: getattr(options, each.name, False) for each in fields(cls)})
-
 
 @dataclass(frozen=True)
 class Context:
-    """What a command runs in: who is told how it goes on, and what models may bring.
+    """Progress, permissions and the record of a command.
 
     Attributes:
         stage: Called with a few words before every stage.

@@ -1,4 +1,4 @@
-"""How much of a model is in memory at once: all of it, or one layer; chosen by ``--placement``.
+"""How much of a model is in memory at once: all of it, or one layer; chosen by ``placement``.
 
 Of several processes each may hold a part of every layer (``--shard``).
 """
@@ -39,7 +39,7 @@ def placing(asked: Placement, say: Callable[[str], None] = lambda line: None) ->
     """Has models placed so for the time of a ``with`` block.
 
     Args:
-        asked: The value of ``--placement``. Within another block, "auto" is that block's.
+        asked: The value of ``placement``. Within another block, "auto" is that block's.
         say: Called with a line, where a model is run layer by layer.
     """
     before = _CHOICE.get()

@@ -30,8 +30,7 @@ def assert_no_regression() -> Callable[..., CheckReport]:
 def _assert_no_regression(
     model: str | Path, baseline: str | Path, *limits: str, **settings: Any
 ) -> CheckReport:
-    from headprune.config import CheckConfig
-    from headprune.declaration import Door, build
+    from headprune.config import CheckConfig, build
     from headprune.regression.baseline import read_baseline
     from headprune.regression.check import check
     from headprune.regression.verdicts import Verdict
@@ -51,7 +50,7 @@ def _assert_no_regression(
     asked = {"model": str(model), "baseline": str(baseline), **settings}
     if limits:
         asked["limits"] = limits
-    report = check(build(CheckConfig, {**defaults, **asked}, Door.ARGUMENT))
+    report = check(build(CheckConfig, **{**defaults, **asked}))
     if not report.passed:
         failed = [one.sentence() for one in report.limits if one.verdict is not Verdict.PASSED]
         pytest.fail("\n".join(failed), pytrace=False)

@@ -123,7 +123,7 @@ class Run:
         if foreign := {path.name for path in inside} - {HISTORY, CHECKPOINTS}:
             raise CheckpointError(
                 f"'{self.folder}' is the place of checkpoints, and it holds '{min(foreign)}'. Move "
-                "it away, or choose another --output."
+                "it away, or choose another OUTPUT."
             )
 
 
@@ -209,7 +209,7 @@ def _settings_in(folder: Path) -> dict[str, Any] | None:
     if not _section(settings):
         raise CheckpointError(
             f"'{folder / CONFIG}' is not of a training of headprune, or damaged. Move '{folder}' "
-            "away, or choose another --output."
+            "away, or choose another OUTPUT."
         )
     content: dict[str, Any] = settings
     return content

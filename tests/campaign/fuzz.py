@@ -89,12 +89,11 @@ def _train() -> object:
 
 def _settings(command: str, file: str) -> object:
     """What --config gives a command."""
-    from headprune.cli.settings import read_settings
-    from headprune.declaration import COMMANDS, build
+    from headprune.cli.app import settings_in
+    from headprune.commands.command import COMMANDS
 
-    asked = COMMANDS[command]
-    inputs = {"model": "m", "data": "d", "output": "o"}
-    return build(asked.options, {**inputs, **read_settings(Path(file), asked)})
+    required = {"model": "m", "data": "d", "output": "o"}
+    return COMMANDS[command].arguments({**required, **settings_in(Path(file), COMMANDS[command])})
 
 
 def _baseline() -> object:
@@ -116,14 +115,13 @@ def _examples(name: str) -> Callable[[], object]:
 _EVALUATE = f"--no-speed {MEASURING}"
 _LLAMA = f"evaluate llama --data text.txt {_EVALUATE}"
 _DRY = "prune llama --plan plan.json --dry-run"
-_GATED = ("prune llama --gates gates --dry-run", "prune llama --gates gates --output out")
+_GATED = ("prune llama --gates gates --dry-run", "prune llama --gates gates out")
 _SCORED = (
-    "score --show scores",
-    "plan llama --scores scores --criterion fisher --keep 0.5 --output out.json",
+    "prune llama --scores scores --criterion fisher --keep 0.5 --dry-run --save-plan out.json",
     "prune llama --scores scores --criterion fisher --keep 4 --dry-run",
-    "report scores --output out.md",
+    "report scores out.md",
 )
-_PLANNED = "plan llama --scores scores --criterion fisher --keep 0.5 --roles roles"
+_PLANNED = "prune llama --scores scores --criterion fisher --keep 0.5 --roles roles --dry-run"
 _CHECK = ("check --config check.yaml",)
 _BESIDE_CHECK = ("llama", "text.txt", "baseline.json", "check.yaml")
 _DATA = ("text.txt", "text.txt.gz", "rows.jsonl", "rows.jsonl.gz", "rows.csv", "rows.tsv")
@@ -149,8 +147,8 @@ READERS: dict[str, Reader] = {
         (
             "verify result",
             "inspect result",
-            "report result --output out.md",
-            "convert-gqa result --kv-heads 1 --output out",
+            "report result out.md",
+            "convert-gqa result --kv-heads 1 out",
         ),
         read=_manifest,
         weight=4,
@@ -163,16 +161,16 @@ READERS: dict[str, Reader] = {
     ),
     "result": Reader(
         "result/*",
-        ("verify result", "verify result --against llama", "report result --output out.md"),
+        ("verify result", "verify result --against llama", "report result out.md"),
         ("llama",),
     ),
     "plan": Reader(
-        "plan.json", (_DRY, _DRY.replace("--dry-run", "--output out")), ("llama",), _plan, weight=6
+        "plan.json", (_DRY, _DRY.replace("--dry-run", "out")), ("llama",), _plan, weight=6
     ),
     "plan-short": Reader("short.json", ("prune llama --plan short.json --dry-run",), ("llama",)),
     "gates": Reader("gates/gates.json", _GATED, ("llama",), weight=2),
     "gates-tensors": Reader("gates/*.safetensors", _GATED, ("llama",), weight=2),
-    "gates-folder": Reader("gates/*", ("report gates --output out.md",)),
+    "gates-folder": Reader("gates/*", ("report gates out.md",)),
     "scores": Reader("scores/scores.json", _SCORED, ("llama",), _scores, weight=5),
     "scores-tensors": Reader("scores/scores.safetensors", _SCORED, ("llama",), _scores, weight=2),
     "check": Reader("check.yaml", _CHECK, _BESIDE_CHECK, _check, weight=5),
@@ -180,18 +178,17 @@ READERS: dict[str, Reader] = {
     "train-gates": Reader(
         "train.yaml",
         (
-            "train-gates llama --data text.txt --output out --config train.yaml "
+            "train-gates llama --data text.txt out --config train.yaml "
             + TRAINING.replace("--steps 6", "--steps 1"),
         ),
         ("llama", "text.txt"),
         _train,
         weight=4,
     ),
-    "report": Reader("report.json", ("report result report.json --output out.md",), ("result",)),
-    "checked": Reader("result/checked.json", ("report result --output out.md",)),
-    "sweep": Reader("sweep/*.*", ("report sweep --output out.md",)),
-    "history": Reader("gates/history.jsonl", ("report gates --output out.md",), weight=0.5),
-    "healing": Reader("healed/heal.jsonl", ("report healed --output out.md",), weight=0.5),
+    "report": Reader("report.json", ("report result report.json out.md",), ("result",)),
+    "checked": Reader("result/checked.json", ("report result out.md",)),
+    "history": Reader("gates/history.jsonl", ("report gates out.md",), weight=0.5),
+    "healing": Reader("healed/heal.jsonl", ("report healed out.md",), weight=0.5),
     "work-gates": Reader("resume-gates/out*/**/*", (RESUME["gates"],), folder="resume-gates"),
     "work-heal": Reader("resume-heal/out*/**/*", (RESUME["heal"],), folder="resume-heal"),
     **{
@@ -199,7 +196,7 @@ READERS: dict[str, Reader] = {
             name,
             (
                 f"evaluate llama --data {name} {_EVALUATE}",
-                f"score llama --data {name} --criterion fisher {SCORING} --output out",
+                f"score llama --data {name} --criterion fisher {SCORING} out",
             ),
             ("llama",),
             _examples(name),
@@ -210,14 +207,14 @@ READERS: dict[str, Reader] = {
     "pruned-heads": Reader("legacy/config.json", ("inspect legacy", "migrate legacy out")),
     "roles": Reader(
         "roles/roles.json",
-        (f"{_PLANNED} --keep-roles broad --output out.json", f"{_PLANNED} --dry-run"),
+        (f"{_PLANNED} --keep-roles broad --save-plan out.json", _PLANNED),
         ("llama", "scores"),
         _roles,
         weight=3,
     ),
     "trees": Reader(
         "trees.conllu",
-        (f"{ROLES} --trees trees.conllu --output out",),
+        (f"{ROLES} --trees trees.conllu out",),
         ("llama", "text.txt"),
         _trees,
         weight=2,
@@ -230,14 +227,14 @@ READERS: dict[str, Reader] = {
     "gguf": Reader(
         "spoken/model.gguf",
         (
-            "export speaking --to gguf --like spoken/model.gguf --prove read-back --output out",
+            "export speaking --to gguf --like spoken/model.gguf --config prove=read-back out",
             "inspect spoken",
         ),
         ("speaking",),
     ),
     "heads": Reader(
         "heads.json",
-        ("convert-gqa llama --kv-heads heads.json --output out",),
+        ("convert-gqa llama --kv-heads heads.json out",),
         ("llama",),
         None,
         0.5,

@@ -52,60 +52,56 @@ class Job:
     weight: float = 1.0
 
 
+_PLAN = "prune llama --scores scores --criterion fisher --dry-run --save-plan out.json --keep"
 _PRUNE = "prune llama --plan plan.json"
-_OLD_MODEL = "prune llama --plan short.json --output out"
+_OLD_MODEL = "prune llama --plan short.json out"
 _CHECK = f"check llama --data text.txt {MEASURING}"
-_BASELINE = f"{_CHECK} --baseline out.json --update-baseline --allow-other --allow-dirty"
-_SCORE = f"score llama --data text.txt {SCORING} --output out"
-_SWEEP = f"sweep llama --data text.txt {SCORING} --keep 0.5 --no-refit --max-windows 2 --output out"
+_ANY = "--config allow_other=true --config allow_dirty=true"
+_BASELINE = f"{_CHECK} --baseline out.json --update-baseline {_ANY}"
+_SCORE = f"score llama --data text.txt {SCORING} out"
 _COMPRESS = (
-    f"compress llama --data text.txt --kv-budget 0.5 --heal 2 {SCORING} --held-out-tokens 64"
+    f"compress llama --data text.txt --kv-budget 0.5 --heal 2 {SCORING} --config held_out_tokens=64"
 )
-_EVALUATE = f"evaluate llama --data text.txt --no-speed {MEASURING} --output out.json"
+_EVALUATE = f"evaluate llama --data text.txt --no-speed {MEASURING} out.json"
 
 JOBS: dict[str, Job] = {
     "score": Job(f"{_SCORE} --criterion fisher", f"{_SCORE} --criterion magnitude"),
     "plan": Job(
-        "plan llama --scores scores --criterion fisher --keep 6 --output out.json",
-        "plan llama --scores scores --criterion fisher --keep 4 --output out.json",
+        f"{_PLAN} 6",
+        f"{_PLAN} 4",
         "out.json",
     ),
-    "prune": Job(f"{_PRUNE} --output out", _OLD_MODEL),
-    "prune-refit": Job(f"{_PRUNE} --refit text.txt {REFITTING} --output out", _OLD_MODEL),
-    "convert-gqa": Job("convert-gqa mha --kv-heads 2 --output out", _OLD_MODEL),
+    "prune": Job(f"{_PRUNE} out", _OLD_MODEL),
+    "prune-refit": Job(f"{_PRUNE} --refit text.txt {REFITTING} out", _OLD_MODEL),
+    "convert-gqa": Job("convert-gqa mha --kv-heads 2 out", _OLD_MODEL),
     "convert-gqa-text": Job(
-        f"convert-gqa mha --kv-heads 2 --calibrate text.txt {REFITTING} --output out", _OLD_MODEL
+        f"convert-gqa mha --kv-heads 2 --calibrate text.txt {REFITTING} out", _OLD_MODEL
     ),
     "train-gates": Job(
-        f"{GATES} --train attention --output out",
-        f"{GATES} --seed 7 --output out",
+        f"{GATES} --train attention out",
+        f"{GATES} --config seed=7 out",
         resumes=True,
         weight=2,
     ),
-    "heal": Job(f"{HEAL} --output out", _OLD_MODEL, resumes=True, weight=2),
-    "compress": Job(f"{_COMPRESS} --output out", _OLD_MODEL, weight=0.5),
+    "heal": Job(f"{HEAL} out", _OLD_MODEL, resumes=True, weight=2),
+    "compress": Job(f"{_COMPRESS} out", _OLD_MODEL, weight=0.5),
     "migrate": Job("migrate legacy out", _OLD_MODEL),
-    "sweep": Job(f"{_SWEEP} --criterion magnitude", f"{_SWEEP} --criterion random", gathers=True),
-    "roles": Job(f"{ROLES} --output out", f"{ROLES} --seed 7 --output out"),
+    "roles": Job(f"{ROLES} out", f"{ROLES} --config seed=7 out"),
     "attention": Job(
-        "attention llama --text 'w1 w2 w3' --output out.html",
-        "attention llama --text 'w4 w5' --output out.html",
+        "attention llama --text 'w1 w2 w3' out.html",
+        "attention llama --text 'w4 w5' out.html",
         "out.html",
         weight=0.5,
     ),
-    "export-folder": Job(
-        "export result --to vllm --output out", "export llama --to vllm --output out", weight=0.5
-    ),
+    "export-folder": Job("export result --to vllm out", "export llama --to vllm out", weight=0.5),
     "export-file": Job(
-        "export speaking --to gguf --prove read-back --output out",
-        "export llama --to vllm --output out",
+        "export speaking --to gguf --config prove=read-back out",
+        "export llama --to vllm out",
         weight=0.5,
     ),
-    "evaluate": Job(_EVALUATE, f"{_EVALUATE} --seed 7", "out.json"),
-    "report": Job(
-        "report result --output out.md", "report gates --output out.md", "out.md", weight=0.5
-    ),
-    "check-baseline": Job(_BASELINE, f"{_BASELINE} --confidence 0.9", "out.json"),
+    "evaluate": Job(_EVALUATE, f"{_EVALUATE} --config seed=7", "out.json"),
+    "report": Job("report result out.md", "report gates out.md", "out.md", weight=0.5),
+    "check-baseline": Job(_BASELINE, f"{_BASELINE} --config confidence=0.9", "out.json"),
     "check-junit": Job(
         f"{_CHECK} --limit 'perplexity <= 1000000' --junit out.xml",
         f"{_CHECK} --limit 'perplexity <= 2000000' --junit out.xml",

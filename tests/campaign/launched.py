@@ -15,7 +15,7 @@ from tests.campaign.cases import Case, Result
 from tests.campaign.facts import facts, link_originals, litter
 from tests.campaign.originals import GATES, HEAL
 
-_LINES = (f"{GATES} --train attention --output out", f"{HEAL} --output out")
+_LINES = (f"{GATES} --train attention out", f"{HEAL} out")
 _ROOT = Path(__file__).parents[2]
 
 

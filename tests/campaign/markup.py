@@ -37,7 +37,6 @@ PAGES = [
         "result": ("headprune.json", "plan.json", "config.json", "checked.json", "report.json"),
         "gates": ("gates.json", "config.yaml", "history.jsonl"),
         "scores": ("scores.json",),
-        "sweep": ("sweep.json", "config.yaml"),
         "healed": ("headprune.json", "heal.jsonl"),
     }.items()
     for file in files
@@ -103,7 +102,7 @@ def pages(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
     for _ in range(12):
         (here / "a" / file).write_bytes(sound)
         _put(here / "a" / file, draw.randrange(1_000))
-        line = f"report a --output out.{draw.choice(('html', 'html', 'md'))} --overwrite"
+        line = f"report a out.{draw.choice(('html', 'html', 'md'))} --overwrite"
         done = command(line, here)
         if done.code == 0 or done.code not in (1, 2):
             break
@@ -130,13 +129,13 @@ def actions(case: Case, here: Path, originals: Path) -> tuple[str, Outcome]:
         rows = [{"text": f"w1 w2 w{i}", "label": STRING} for i in range(8)]
         data = "labels.jsonl"
         (here / data).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        words += ["--label-column", "label"]
+        words += ["--config", "label_column=label"]
     elif kind == "baseline":
         shutil.copyfile(originals / "baseline.json", here / "evil.json")
         _put(here / "evil.json", None)
         words += ["--baseline", "evil.json", "--limit", "perplexity <= +2 %"]
     else:
-        (here / "evil.yaml").write_text(json.dumps({"check": {"limits": [STRING]}}))
+        (here / "evil.yaml").write_text(json.dumps({"limits": [STRING]}))
         words += ["--config", "evil.yaml"]
     words += [model, "--data", data, "--limit", limit]
     environment = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(here / "summary.md")}

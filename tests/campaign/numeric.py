@@ -99,62 +99,61 @@ _D = "--data text.txt"
 _TRAIN = "--steps 3 --batch-size 2 --seq-len 16"
 COMMANDS: tuple[str, ...] = (
     *(
-        f"score m {_D} --criterion {name} {SCORING} --output out"
+        f"score m {_D} --criterion {name} {SCORING} out"
         for name in ("compensated", "gradient", "fisher", "fluctuation", "wanda", "reconstruction")
     ),
-    f"score m {_D} --criterion leave-one-out --criterion confidence {SCORING} --output out",
-    "score m --criterion magnitude --output out",
-    f"prune m --plan plan.json --refit text.txt {REFITTING} --output out",
-    "prune m --plan plan.json --output out",
+    f"score m {_D} --criterion leave-one-out --criterion confidence {SCORING} out",
+    "score m --criterion magnitude out",
+    f"prune m --plan plan.json --refit text.txt {REFITTING} out",
+    "prune m --plan plan.json out",
     *(
-        f"convert-gqa m --kv-heads 1 --merge {name} --calibrate text.txt {REFITTING} --output out"
+        f"convert-gqa m --kv-heads 1 --merge {name} --calibrate text.txt {REFITTING} out"
         for name in ("lowrank", "procrustes", "mean")
     ),
-    "convert-gqa m --kv-heads 1 --merge mean --output out",
-    f"convert-gqa m --kv-budget 0.5 --grouping similar --calibrate text.txt {REFITTING} "
-    "--output out",
-    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --output out",
-    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --train attention --output out",
-    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --method refit --output out",
-    f"train-gates m {_D} --l0-penalty 0.1 {_TRAIN} --objective distill --output out",
-    f"heal m --teacher m {_D} {_TRAIN} --output out",
-    f"heal m --teacher m {_D} {_TRAIN} --train all --bf16 --output out",
-    f"evaluate m {_D} --no-speed {MEASURING} --output out.json",
-    f"evaluate m {_D} --against m --no-speed {MEASURING} --output out.json",
+    "convert-gqa m --kv-heads 1 --merge mean out",
+    f"convert-gqa m --kv-budget 0.5 --config grouping=similar --calibrate text.txt {REFITTING} out",
+    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} out",
+    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --train attention out",
+    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --method refit out",
+    f"train-gates m {_D} --config l0_penalty=0.1 {_TRAIN} --config objective=distill out",
+    f"heal m --teacher m {_D} {_TRAIN} out",
+    f"heal m --teacher m {_D} {_TRAIN} --train all --config bf16=true out",
+    f"evaluate m {_D} --no-speed {MEASURING} out.json",
+    f"evaluate m {_D} --against m --no-speed {MEASURING} out.json",
     f"check m {_D} {MEASURING} --against m --limit 'perplexity recovery >= 98 %'",
     f"check m {_D} {MEASURING} --limit 'perplexity <= 1e6' --baseline out.json "
-    "--update-baseline --allow-dirty",
-    f"sweep m {_D} --keep 0.5 --criterion compensated {SCORING} --max-windows 2 --output out",
+    "--update-baseline --config allow_dirty=true",
+    f"compress m {_D} --keep 0.5 --config calibration_tokens=256 --config seq_len=16 out",
 )
 
 # ---- strange settings
 
 _NUMBERS = ("0", "-1", "1", "nan", "inf", "-inf", "1e400", "99999999999999999999", "0.5", "1e-320")
 _OPTIONS: dict[str, tuple[str, ...]] = {
-    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} --output out": (
-        *("--target-heads", "--gate-lr", "--scale-lr", "--temperature", "--init-log-alpha"),
-        *("--finetune-fraction", "--sparsity-warmup"),
-        *("--seed", "--save-every", "--batch-size"),
+    f"train-gates m {_D} --target-heads 0.5 {_TRAIN} out": (
+        *("target_heads", "gate_lr", "scale_lr", "temperature", "init_log_alpha"),
+        *("finetune_fraction", "sparsity_warmup"),
+        *("seed", "save_every", "batch_size"),
     ),
     f"train-gates m {_D} --target-heads 0.5 --batch-size 2 --seq-len 16 --steps 2 --train all "
-    "--output out": ("--weight-lr", "--seq-len"),
-    f"train-gates m {_D} --batch-size 2 --seq-len 16 --steps 2 --output out": ("--l0-penalty",),
-    f"heal m --teacher m {_D} {_TRAIN} --output out": ("--learning-rate", "--seed", "--batch-size"),
-    f"score m {_D} --criterion fisher {SCORING} --output out": ("--calibration-tokens", "--seed"),
-    "convert-gqa m --output out": ("--kv-heads",),
-    f"convert-gqa m --calibrate text.txt {REFITTING} --output out": ("--kv-budget",),
-    "plan m --scores scores --criterion fisher --output out.json": (
-        *("--keep", "--max-params", "--max-kv-bytes", "--min-speedup"),
+    "out": ("weight_lr", "seq_len"),
+    f"train-gates m {_D} --batch-size 2 --seq-len 16 --steps 2 out": ("l0_penalty",),
+    f"heal m --teacher m {_D} {_TRAIN} out": ("learning_rate", "seed", "batch_size"),
+    f"score m {_D} --criterion fisher {SCORING} out": ("calibration_tokens", "seed"),
+    "convert-gqa m out": ("kv_heads",),
+    f"convert-gqa m --calibrate text.txt {REFITTING} out": ("kv_budget",),
+    "prune m --scores scores --criterion fisher --dry-run --save-plan out.json": (
+        *("keep", "max_params", "max_kv_bytes", "min_speedup"),
     ),
-    f"evaluate m {_D} --no-speed {MEASURING} --output out.json": (
-        *("--confidence", "--seed", "--batch-size", "--memory", "--max-windows", "--seq-len"),
+    f"evaluate m {_D} --no-speed {MEASURING} out.json": (
+        *("confidence", "seed", "batch_size", "memory", "max_windows", "seq_len"),
     ),
     f"check m {_D} {MEASURING} --limit 'perplexity <= 1e6'": (
-        *("--confidence", "--resamples", "--seed"),
+        *("confidence", "resamples", "seed"),
     ),
 }
 SETTINGS = [
-    f"{line} {option}={number}{'GiB' if option == '--memory' else ''}"
+    f"{line} --config {option}={number}{'GiB' if option == 'memory' else ''}"
     for line, options in _OPTIONS.items()
     for option in options
     for number in _NUMBERS
@@ -265,7 +264,7 @@ def _silent(place: Path, said: str) -> str:
     return ""
 
 
-_OURS = {"headprune.json", "gates.json", "scores.json", "sweep.json"}
+_OURS = {"headprune.json", "gates.json", "scores.json"}
 _MODELS = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 
 

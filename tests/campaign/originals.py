@@ -21,30 +21,28 @@ from tests import gguf_words, tiny
 from tests.campaign.watched import command, watched
 
 # settings that make a command short
-REFITTING = "--calibration-tokens 64 --seq-len 16"
-SCORING = f"{REFITTING} --batch-size 2"
-TRAINING = "--steps 6 --batch-size 2 --save-every 2 --seq-len 16"
-MEASURING = "--max-windows 2 --seq-len 16 --batch-size 2"
-TELLING = "--sequences 4 --seq-len 16 --batch-size 2 --resamples 20"
+REFITTING = "--config calibration_tokens=64 --config seq_len=16"
+SCORING = f"{REFITTING} --config batch_size=2"
+TRAINING = "--steps 6 --config batch_size=2 --config save_every=2 --config seq_len=16"
+MEASURING = "--max-windows 2 --config seq_len=16 --config batch_size=2"
+TELLING = "--sequences 4 --config seq_len=16 --config batch_size=2 --config resamples=20"
 
 GATES = f"train-gates llama --data text.txt --target-heads 0.5 {TRAINING}"
 ROLES = f"roles llama --data text.txt {TELLING}"
 HEAL = f"heal gqa --teacher mha --data text.txt {TRAINING}"
 # what goes on with the trainings that were killed
-RESUME = {"gates": f"{GATES} --output out --resume", "heal": f"{HEAL} --output out --resume"}
+RESUME = {"gates": f"{GATES} out --resume", "heal": f"{HEAL} out --resume"}
 
 CHECK = {
-    "check": {
-        "model": "llama",
-        "data": "text.txt",
-        "baseline": "baseline.json",
-        "against": "llama",
-        "limits": ["perplexity <= +2 %", "perplexity >= 98 %", "query_heads == 12"],
-        "seq_len": 16,
-        "max_windows": 3,
-    }
+    "model": "llama",
+    "data": "text.txt",
+    "baseline": "baseline.json",
+    "against": "llama",
+    "limits": ["perplexity <= +2 %", "perplexity >= 98 %", "query_heads == 12"],
+    "seq_len": 16,
+    "max_windows": 3,
 }
-TRAIN = {"train_gates": {"target_heads": 0.5, "gate_lr": 0.5, "objective": "lm"}}
+TRAIN = {"target_heads": 0.5, "gate_lr": 0.5, "objective": "lm"}
 # a parsed sentence per line: word, its head, the relation to it
 _TREES = (
     (("w1", 2, "nsubj"), ("w2", 0, "root"), ("w3", 2, "obj"), ("w4", 3, "amod")),
@@ -131,19 +129,17 @@ def _commands(place: Path) -> None:
     """What headprune makes of them."""
     scored = f"--data text.txt --criterion magnitude {SCORING}"
     for line in (
-        f"score llama --criterion fisher {scored} --output scores",
-        "plan llama --scores scores --criterion fisher --keep 0.5 --output plan.json",
-        "prune llama --plan plan.json --output result",
-        "convert-gqa mha --kv-heads 2 --output gqa",
-        f"{GATES} --train attention --output gates",
-        f"{HEAL} --output healed",
-        f"{ROLES} --output roles",
-        "export result --to vllm --output exported",
-        "export speaking --to gguf --prove read-back --output spoken",
-        f"evaluate result --data text.txt --against llama --no-speed {MEASURING} "
-        "--output report.json",
-        "check --config check.yaml --update-baseline --allow-dirty",
-        f"sweep llama {scored} --keep 0.5 --no-refit --max-windows 2 --output sweep",
+        f"score llama --criterion fisher {scored} scores",
+        "prune llama --scores scores --criterion fisher --keep 0.5 --dry-run --save-plan plan.json",
+        "prune llama --plan plan.json result",
+        "convert-gqa mha --kv-heads 2 gqa",
+        f"{GATES} --train attention gates",
+        f"{HEAL} healed",
+        f"{ROLES} roles",
+        "export result --to vllm exported",
+        "export speaking --to gguf --config prove=read-back spoken",
+        f"evaluate result --data text.txt --against llama --no-speed {MEASURING} report.json",
+        "check --config check.yaml --update-baseline --config allow_dirty=true",
     ):
         well(line, place)
     # a report of check goes to stdout

@@ -107,7 +107,7 @@ def _renamed(original: str, old: str, new: str, line: str) -> Callable[[Path], s
     return attack
 
 
-_CUT = "prune evil --plan plan.json --output out"
+_CUT = "prune evil --plan plan.json out"
 _EVALUATED = f"evaluate evil --data text.txt --no-speed {MEASURING}"
 _SECRET = "OUTSIDE/secret.txt"
 _FILES = f'{{"vocab_file": "{_SECRET}", "tokenizer_file": "{_SECRET}", '
@@ -125,15 +125,14 @@ _PATHS: tuple[Callable[[Path], str], ...] = (
         "gates/gates.json",
         "model.layers.0.self_attn",
         "../../outside/x",
-        "!prune llama --gates evil --output out",
+        "!prune llama --gates evil out",
     ),
-    _renamed("gates/config.yaml", "text.txt", _SECRET, "report evil --output out.md"),
-    _renamed("scores/scores.json", '"fisher"', '"../../outside/x"', "!score --show evil"),
+    _renamed("gates/config.yaml", "text.txt", _SECRET, "report evil out.md"),
     _renamed(
-        "sweep/sweep.json",
-        '"name": "',
-        '"name": "../../outside/',
-        "report evil --output out.md",
+        "scores/scores.json",
+        '"fisher"',
+        '"../../outside/x"',
+        "!prune llama --scores evil --criterion fisher --keep 0.5 --dry-run",
     ),
     _renamed("llama/tokenizer_config.json", "{", _FILES, _EVALUATED),
 )

@@ -271,7 +271,7 @@ def run(command: Callable[[], None]) -> None:
     except MemoryError:  # of the host; that of a device is told where its command runs
         _last(
             "[bold red]error:[/] out of memory; try a smaller --batch-size or --seq-len, "
-            "--dtype bfloat16, or --gradient-checkpointing."
+            "or --config gradient_checkpointing=true."
         )
         sys.exit(2)
     except Exception as error:  # a full disk, which is told, or a bug, which goes on

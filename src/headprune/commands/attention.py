@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from headprune.commands.shared import Loading, OneModel, Placed, output
-from headprune.config import Names, Replacing
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,68 +16,46 @@ if TYPE_CHECKING:
     from headprune.reports.attention import AttentionPicture
 
 
-class AttentionOptions(OneModel, Replacing, Loading, Placed):
-    """Show what every head attends to in a sentence, on one page."""
-
-    text: str = option("The sentence; at most 40 tokens of it are shown.", panel=Panel.MAIN)
-    output: Path = output("The page to write (.html).")
-    head: Names = option(
-        "A head to show first, as in 18.6: head 6 of layer 18, or cross.2.5 (repeatable). Default: "
-        "the three that look most sharply at some token.",
-        (),
-        Panel.MAIN,
-    )
-    target: str | None = option(
-        "What the decoder of an encoder-decoder reads. Default: what the model writes.",
-        None,
-        Panel.MAIN,
-    )
-    layer: Names = option(
-        "Only the heads of this layer, as in 18 or cross.2 (repeatable).", (), Panel.MAIN
-    )
-    attention: Names = option(
-        "Only this kind of attention, for encoder-decoders: encoder, decoder or cross "
-        "(repeatable).",
-        (),
-        Panel.MAIN,
-    )
-
-
-def run(options: AttentionOptions, context: Context) -> AttentionPicture:
-    """Reads the sentence and writes the page."""
-    from headprune.io.outputs import claimed_file
-    from headprune.io.ownership import REPORT
-    from headprune.reports.attention import AttentionPicture, refuse_other_suffix
-    from headprune.role.sentence import read_sentence
-
-    refuse_other_suffix(options.output)
-    with claimed_file(options.output, REPORT, options.overwrite, [options.model]):
-        sentence = read_sentence(
-            options.model,
-            options.text,
-            options.target,
-            options.attention,
-            context,
-        )
-        picture = AttentionPicture.of(sentence, options.head, options.layer)
-        context.stage("drawing")
-        picture.save(options.output, overwrite=True)
-    return picture
-
-
-def show(result: AttentionPicture, options: AttentionOptions, console: Console) -> None:
-    """Prints which heads it shows first."""
+def _show(console: Console, result: AttentionPicture, values: Mapping[str, Any]) -> None:
     from rich.markup import escape
 
     count = sum(len(layer.heads) for layer in result.sentence.layers)
     console.print(
         f"{count} heads, of which {', '.join(result.heads)} shown first. Written to "
-        f"{escape(str(options.output))}."
+        f"{escape(str(values['output']))}."
     )
 
 
-def _warnings(result: AttentionPicture) -> Iterable[str]:
-    return result.left_out()
+@command(Panel.CHOOSE, _show, as_json=None, config=False, warnings=lambda result: result.left_out())
+def attention(
+    model: o.Model,
+    output: Annotated[o.File, o.argument("OUTPUT", "The page to write (.html).")],
+    *,
+    text: Annotated[str, o.option("The sentence; at most 40 tokens of it are shown.")],
+    target: Annotated[str, o.option("Text of the decoder. Default: what the model writes.")]
+    | None = None,
+    head: Annotated[
+        o.Names, o.option("Head to show first, as in 18.6 or cross.2.5 (repeatable).")
+    ] = (),
+    layer: o.Names = (),
+    attention: o.Kinds = (),
+    overwrite: o.Overwrite = False,
+    device: str = "auto",
+    placement: o.Placement = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> AttentionPicture:
+    """Show what every head attends to in a sentence, on one page."""
+    from headprune.io.outputs import claimed_file
+    from headprune.io.ownership import REPORT
+    from headprune.reports.attention import AttentionPicture, refuse_other_suffix
+    from headprune.role.sentence import read_sentence
 
-
-declare(Command("attention", Chapter.CHOOSE, AttentionOptions, run, show, warnings=_warnings))
+    output = Path(output)
+    refuse_other_suffix(output)
+    with claimed_file(output, REPORT, overwrite, [model]):
+        sentence = read_sentence(str(model), text, target, tuple(attention), context)
+        picture = AttentionPicture.of(sentence, tuple(head), tuple(layer))
+        context.stage("drawing")
+        picture.save(output, overwrite=True)
+    return picture

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator
 
 from headprune import devices
-from headprune.commands.shared import Placed, Trust
-from headprune.config import CheckConfig, NeedleConfig
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
+from headprune.config import CheckConfig, build
+from headprune.config.values import Few, Length, Level, Seed, possible_place, several
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
 from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:
@@ -23,50 +26,152 @@ if TYPE_CHECKING:
     from headprune.regression.check import CheckReport
 
 
-class CheckOptions(CheckConfig, Trust, Placed):
+def _show(console: Console, result: CheckReport | Baseline, values: Mapping[str, Any]) -> None:
+    from headprune.console import checks
+    from headprune.regression.baseline import Baseline
+
+    if isinstance(result, Baseline):
+        checks.recorded(console, result, str(values["baseline"]))
+    else:
+        checks.checked(console, result)
+
+
+def _notify(
+    result: CheckReport | Baseline | HeadpruneError,
+    values: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> None:
+    """Tell GitHub Actions."""
+    from headprune.regression import actions
+    from headprune.regression.check import CheckReport
+
+    on_actions = os.environ.get("GITHUB_ACTIONS") == "true"
+    if isinstance(result, HeadpruneError) and on_actions:
+        say(actions.annotation("error", f"could not run: {result}"))
+    if not isinstance(result, CheckReport):
+        return
+    for line in actions.workflow_commands(result.limits) if on_actions else ():
+        say(line)
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        text = actions.step_summary(result.model, result.limits, result.verdict)
+        try:
+            with Path(summary).open("a", encoding="utf-8") as stream:
+                stream.write(text)
+        except OSError as error:
+            raise HeadpruneError(f"GITHUB_STEP_SUMMARY cannot be written: {error}.") from None
+
+
+def _mark_failed(values: Mapping[str, Any], error: HeadpruneError) -> None:
+    """Have an earlier JUnit file say so, unless it is another's."""
+    from headprune.io.outputs import claimed_file
+    from headprune.io.ownership import JUNIT
+    from headprune.io.writing import write_whole
+    from headprune.regression.junit import junit_error
+
+    if (junit := values.get("junit")) is not None:
+        file, inputs = Path(junit), [values[n] for n in ("model", "baseline") if n in values]
+        with suppress(HeadpruneError), claimed_file(file, JUNIT, True, inputs):
+            write_whole(file, junit_error(str(values.get("model", "")), str(error)))
+
+
+def _exit_code(result: CheckReport | Baseline) -> int:
+    verdict = getattr(result, "verdict", "passed")  # a baseline is none that could fail
+    return {"passed": 0, "broken": 1}.get(verdict, 2)
+
+
+@command(
+    Panel.JUDGE,
+    _show,
+    as_json=lambda result: result.model_dump_json(indent=2, exclude={"samples"}),
+    exit_code=_exit_code,
+    failed=_mark_failed,
+    notify=_notify,
+    needs=dict.fromkeys(("allow_dirty", "allow_other"), "update_baseline"),
+)
+def check(
+    model: o.Model,
+    output: Annotated[o.File, o.argument("OUTPUT", "JSON file to write; replaced.")] | None = None,
+    *,
+    data: o.Domains,
+    text_column: o.TextColumn | None = None,
+    label_column: o.LabelColumn | None = None,
+    limits: Annotated[
+        str | Sequence[str],
+        BeforeValidator(several),
+        o.option(
+            "What must hold (repeatable): 'perplexity <= +2 %' of the baseline, 'perplexity <= "
+            "105 %' of the original, 'query_heads == 201', 'roles_lost == 0'.",
+        ),
+    ] = (),
+    baseline: Annotated[
+        str | Path, BeforeValidator(possible_place), o.option("Record of an earlier run.")
+    ]
+    | None = None,
+    update_baseline: Annotated[bool, o.option("Write --baseline instead of checking.")] = False,
+    against: o.Against | None = None,
+    tasks: o.Tasks = (),
+    max_windows: o.MaxWindows | None = None,
+    junit: Annotated[o.File, o.option("JUnit XML to write; replaced.", panel=o.OUTPUT)]
+    | None = None,
+    allow_dirty: bool = False,
+    allow_other: bool = False,
+    seq_len: Length = 512,
+    batch_size: Few = 4,
+    confidence: Level = 0.99,
+    resamples: Few = 10_000,
+    role_sequences: Few = 16,
+    needle_lengths: o.Lengths = (),
+    needle_trials: Few = 4,
+    dtype: o.Dtype = "auto",
+    seed: Seed = 0,
+    device: o.Device = "auto",
+    placement: o.Placement = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> CheckReport | Baseline:
     """Hold a model to limits, against a stored baseline and the original. For CI.
 
     Exit codes: 0 passed, 1 a limit is broken, 2 it could not run or a limit cannot be decided.
     """
-
-    update_baseline: bool = option("Write --baseline instead of checking.", False, Panel.MAIN)
-    allow_dirty: bool = option("Write it although tracked files are not committed.", False)
-    allow_other: bool = option(
-        "Replace a baseline of other data, settings or another kind of model.",
-        False,
+    config = build(
+        CheckConfig,
+        model=model,
+        data=data,
+        text_column=text_column,
+        label_column=label_column,
+        limits=limits,
+        baseline=baseline,
+        against=against,
+        tasks=tasks,
+        max_windows=max_windows,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        confidence=confidence,
+        resamples=resamples,
+        role_sequences=role_sequences,
+        needle_lengths=needle_lengths,
+        needle_trials=needle_trials,
+        dtype=dtype,
+        seed=seed,
+        drop_unexpected=context.allowed.drop_unexpected,
     )
-    output: Path | None = option(
-        "Write the report as JSON, also over an earlier one.", None, Panel.OUTPUT
-    )
-    junit: Path | None = option(
-        "Write JUnit XML there, also over an earlier one.", None, Panel.OUTPUT
-    )
-
-
-def run(options: CheckOptions, context: Context) -> CheckReport | Baseline:
-    """Checks, or writes the baseline."""
-    config = options.part(CheckConfig)
+    output, junit = (None if each is None else Path(each) for each in (output, junit))
+    remote = context.allowed.trust_remote_code
     with _never_one(context):
         from headprune.regression import check
 
         context.stage("evaluating")
-        if options.update_baseline:
-            return check.update_baseline(
-                config,
-                options.allow_dirty,
-                options.allow_other,
-                options.trust_remote_code,
-                context.step,
-            )
-        with _files(options):
-            report = check.check(config, options.trust_remote_code, context.step)
-            _write(report, options)
+        if update_baseline:
+            return check.update_baseline(config, allow_dirty, allow_other, remote, context.step)
+        with _files(config, output, junit):
+            report = check.check(config, remote, context.step)
+            _write(report, output, junit)
             return report
 
 
 @contextmanager
 def _never_one(context: Context) -> Iterator[None]:
-    """Keeps an exit code of 1 for broken limits: whatever else goes wrong could not run."""
+    """Keep exit code 1 for broken limits: after any other error the check could not run."""
     try:
         yield
     except HeadpruneError:
@@ -81,116 +186,33 @@ def _never_one(context: Context) -> Iterator[None]:
 
 
 @contextmanager
-def _files(options: CheckOptions) -> Iterator[None]:
-    """Keeps the files for this run; if the check cannot run, that of JUnit says so.
-
-    An old one would look like this run's.
-    """
+def _files(config: CheckConfig, output: Path | None, junit: Path | None) -> Iterator[None]:
+    """Reserve the files; after an error, have that of JUnit say so, as an old one would mislead."""
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import CHECK, JUNIT
     from headprune.io.writing import write_whole
     from headprune.regression.junit import junit_error
 
-    read = [domain.source for domain in options.data]
-    inputs = (options.model, *read, options.baseline, options.against)
+    sources = [domain.source for domain in config.data]
+    inputs = (config.model, *sources, config.baseline, config.against)
     with ExitStack() as claims:
-        for path, kind in ((options.junit, JUNIT), (options.output, CHECK)):
+        for path, kind in ((junit, JUNIT), (output, CHECK)):
             if path is not None:
                 claims.enter_context(claimed_file(path, kind, overwrite=True, inputs=inputs))
         try:
             yield
         except BaseException as error:  # also by Ctrl-C
-            if options.junit is not None:
-                text = junit_error(options.model, str(error) or type(error).__name__)
-                write_whole(options.junit, text)
+            if junit is not None:
+                write_whole(junit, junit_error(config.model, str(error) or type(error).__name__))
             raise
 
 
-def _refused(settings: Mapping[str, Any], why: HeadpruneError) -> None:
-    """Has the file of JUnit say so, unless it is another's."""
-    from headprune.io.outputs import claimed_file
-    from headprune.io.ownership import JUNIT
-    from headprune.io.writing import write_whole
-    from headprune.regression.junit import junit_error
-
-    junit, model, *others = (settings.get(n) for n in ("junit", "model", "baseline", "against"))
-    if not isinstance(junit, (str, Path)):
-        return
-    inputs = [place for place in (model, *others) if isinstance(place, (str, Path))]
-    file = Path(junit)
-    with suppress(HeadpruneError), claimed_file(file, JUNIT, overwrite=True, inputs=inputs):
-        write_whole(file, junit_error(str(model or ""), str(why)))
-
-
-def _write(report: CheckReport, options: CheckOptions) -> None:
+def _write(report: CheckReport, output: Path | None, junit: Path | None) -> None:
     from headprune.io.writing import write_whole
     from headprune.regression.junit import junit_xml
 
-    if options.output is not None:
-        write_whole(options.output, report.model_dump_json(indent=2) + "\n")
-    if options.junit is not None:
+    if output is not None:
+        write_whole(output, report.model_dump_json(indent=2) + "\n")
+    if junit is not None:
         seconds = report.evaluate_s + report.judge_s
-        write_whole(options.junit, junit_xml(report.model, report.limits, seconds))
-
-
-def show(result: CheckReport | Baseline, options: CheckOptions, console: Console) -> None:
-    """Prints limit by limit."""
-    from headprune.console import checks
-    from headprune.regression.baseline import Baseline
-
-    if isinstance(result, Baseline):
-        checks.recorded(console, result, str(options.baseline))
-    else:
-        checks.checked(console, result)
-
-
-def _tell(result: CheckReport | Baseline | HeadpruneError, say: Callable[[str], None]) -> None:
-    """Tells GitHub Actions, where it runs there."""
-    from headprune.regression import actions
-    from headprune.regression.check import CheckReport
-
-    if os.environ.get("GITHUB_ACTIONS") == "true":
-        if isinstance(result, HeadpruneError):
-            say(actions.annotation("error", f"could not run: {result}"))
-        elif isinstance(result, CheckReport):
-            for command in actions.workflow_commands(result.limits):
-                say(command)
-    summary = os.environ.get("GITHUB_STEP_SUMMARY")
-    if summary and isinstance(result, CheckReport):
-        text = actions.step_summary(result.model, result.limits, result.verdict)
-        try:
-            with Path(summary).open("a", encoding="utf-8") as stream:
-                stream.write(text)
-        except OSError as error:
-            raise HeadpruneError(f"GITHUB_STEP_SUMMARY cannot be written: {error}.") from None
-
-
-def _as_json(result: CheckReport | Baseline) -> str:
-    return result.model_dump_json(indent=2, exclude={"samples"})
-
-
-def _exit_code(result: CheckReport | Baseline) -> int:
-    verdict = getattr(result, "verdict", "passed")  # a baseline is none that could fail
-    return {"passed": 0, "broken": 1}.get(verdict, 2)
-
-
-declare(
-    Command(
-        "check",
-        Chapter.JUDGE,
-        CheckOptions,
-        run,
-        show,
-        as_json=_as_json,
-        exit_code=_exit_code,
-        tell=_tell,
-        refused=_refused,
-        needs={
-            **dict.fromkeys(NeedleConfig.model_fields, "limits=needle_accuracy"),
-            "role_sequences": "limits=roles_lost",
-            **dict.fromkeys(("allow_dirty", "allow_other"), "update_baseline"),
-            # settings of the judgement stay in the file of --config that both runs share
-            **dict.fromkeys(("output", "junit"), "!update_baseline"),
-        },
-    )
-)
+        write_whole(junit, junit_xml(report.model, report.limits, seconds))

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from headprune.commands.shared import (
-    DATA,
-    Columns,
-    Loading,
-    OneModel,
-    Placed,
-    of_text,
-    output,
-    refuse_healing_by_layers,
-)
-from headprune.config import AnyDomains, CompressConfig, Replacing
+from pydantic import BeforeValidator
+
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
+from headprune.commands.convert_gqa import refuse_healing_by_layers
+from headprune.config import CompressConfig, DataConfig, build, data_configs, domains
+from headprune.config.values import Count, Few, Length, Seed, Share, Tokens, listed
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
 from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:
@@ -27,61 +23,112 @@ if TYPE_CHECKING:
     from headprune.compression.compress import Compressed, Outline
 
 
-class CompressOptions(OneModel, CompressConfig, Columns, Replacing, Loading, Placed):
-    """Make a model smaller in the best known way, judged on text that nothing was fitted to."""
+@dataclass(frozen=True)
+class Curve:
+    """Compressions of one model to several sizes."""
 
-    data: AnyDomains = option(
-        DATA + " Repeatable, also named, as in wiki=a.txt: they are mixed evenly. Default: text "
-        "that ships with headprune.",
-        (),
-        Panel.MAIN,
-    )
-    output: Path | None = output("Folder for the result; not needed with --dry-run.", None)
-    dry_run: bool = option("Say what would be made and measured, write nothing.", False, Panel.MAIN)
+    points: tuple[Compressed | Outline, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {"points": [point.as_json() for point in self.points]}
 
 
-def run(options: CompressOptions, context: Context) -> Compressed | Outline:
-    """Compresses, or says how."""
-    if options.output is None and not options.dry_run:
-        raise HeadpruneError("compress needs --output, the folder to write (or --dry-run).")
-    if options.heal_steps is not None:
-        refuse_healing_by_layers(options)
-    from headprune.compression.compress import compress
-
-    return compress(
-        options.model,
-        None if options.dry_run else options.output,
-        options.part(CompressConfig),
-        options.domains(options.data),
-        options.overwrite,
-        context,
-    )
-
-
-def show(result: Compressed | Outline, options: CompressOptions, console: Console) -> None:
-    """Prints what was chosen, and what the alternatives would have cost."""
+def _show(
+    console: Console, result: Compressed | Outline | Curve, values: Mapping[str, Any]
+) -> None:
     from headprune.compression.compress import Outline
     from headprune.console import compressed
 
-    if isinstance(result, Outline):
-        compressed.outline(console, result)
-    else:
-        compressed.compressed(console, result)
+    for point in result.points if isinstance(result, Curve) else [result]:
+        if isinstance(point, Outline):
+            compressed.outline(console, point)
+        else:
+            compressed.compressed(console, point)
 
 
-def _warnings(result: Compressed | Outline) -> Iterable[str]:
-    pruned = getattr(result, "pruned", None)
-    return () if pruned is None else pruned.warnings
+def _warnings(result: Compressed | Outline | Curve) -> Iterable[str]:
+    points = result.points if isinstance(result, Curve) else (result,)
+    cut = [each.pruned for each in points if hasattr(each, "pruned")]
+    return [warning for each in cut for warning in each.warnings]
 
 
-declare(
-    Command(
-        "compress",
-        Chapter.CUT,
-        CompressOptions,
-        run,
-        show,
-        warnings=_warnings,
-        needs=of_text("data"),
-    ),
+@command(
+    Panel.CUT,
+    _show,
+    warnings=_warnings,
+    needs=dict.fromkeys(("text_column", "label_column"), "data"),
 )
+def compress(
+    model: o.Model,
+    output: o.Output | None = None,
+    *,
+    keep: Annotated[
+        str | float | Sequence[float],
+        BeforeValidator(listed),
+        o.option(
+            "Share to keep of the KV heads where queries share them, else of the heads; several "
+            "(0.9,0.75,0.5) make a folder each."
+        ),
+    ] = (),
+    max_params: o.MaxParams | None = None,
+    max_kv_bytes: o.MaxKvBytes | None = None,
+    min_speedup: o.MinSpeedup | None = None,
+    data: o.Domains = (),
+    heal_steps: o.HealSteps | None = None,
+    targets: o.Engines = (),
+    out_dtype: o.OutDtype = "auto",
+    dry_run: o.DryRun = False,
+    overwrite: o.Overwrite = False,
+    kv_budget: Share | None = None,
+    calibration_tokens: Tokens = 16_384,
+    seq_len: Length = 2_048,
+    held_out_tokens: Count = 16_384,
+    batch_size: Few = 4,
+    text_column: str | None = None,
+    label_column: str | None = None,
+    dtype: o.Dtype = "auto",
+    seed: Seed = 0,
+    device: o.Device = "auto",
+    placement: o.Placement = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> Compressed | Outline | Curve:
+    """Make a model smaller in the best known way, judged on text that nothing was fitted to."""
+    if output is None and not dry_run:
+        raise HeadpruneError("compress needs OUTPUT, the folder to write (or --dry-run).")
+    if heal_steps is not None:
+        refuse_healing_by_layers(placement)
+    shares: Sequence[Any] = keep or (None,)  # type: ignore[assignment]  # listed() read it
+    configs = [
+        build(
+            CompressConfig,
+            keep=share,
+            kv_budget=kv_budget,
+            max_params=max_params,
+            max_kv_bytes=max_kv_bytes,
+            min_speedup=min_speedup,
+            heal_steps=heal_steps,
+            targets=targets,
+            calibration_tokens=calibration_tokens,
+            seq_len=seq_len,
+            held_out_tokens=held_out_tokens,
+            batch_size=batch_size,
+            dtype=dtype,
+            out_dtype=out_dtype,
+            seed=seed,
+        )
+        for share in shares
+    ]
+    from headprune.compression.compress import compress
+
+    shared = DataConfig(source="", text_column=text_column, label_column=label_column)
+    texts = data_configs(domains(data), shared)
+    several = len(configs) > 1
+    points = []
+    for config in configs:
+        folder = None if dry_run or output is None else Path(output)
+        if folder is not None and several:
+            folder = folder / f"{config.keep:g}"
+        points.append(compress(str(model), folder, config, texts, overwrite, context))
+    return Curve(tuple(points)) if several else points[0]

@@ -3,160 +3,38 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from headprune.commands.shared import (
-    Columns,
-    Loading,
-    OneModel,
-    Placed,
-    of_text,
-    output,
-    refuse_healing_by_layers,
-)
-from headprune.config import (
-    ConvertConfig,
-    HealConfig,
-    HealTrain,
-    LayoutOption,
+from pydantic import BeforeValidator
+
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
+from headprune.config import ConvertConfig, HealConfig, LayoutOption, Resuming, build
+from headprune.config.values import (
     Length,
-    Place,
     Positive,
-    Replacing,
-    Resuming,
-    Steps,
+    Seed,
+    Share,
+    Tokens,
+    kv_head_counts,
+    possible_place,
 )
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
 from headprune.errors import HeadpruneError
 from headprune.placements import Placement, placing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from rich.console import Console
 
     from headprune.distillation.heal import Healed
     from headprune.exporting.convert_gqa import Converted, KvPreview
 
-_HEAL = HealConfig(steps=1)  # for its other settings
+    Result = Converted | Healed | KvPreview
 
 
-class ConvertOptions(OneModel, ConvertConfig, Columns, Replacing, Loading, Placed):
-    """Merge KV heads so that more queries share each (GQA, MQA), verify the result, write it."""
-
-    calibrate: Place | None = option(
-        "Text that shows what the heads do; as --data elsewhere.",
-        None,
-        Panel.MAIN,
-        metavar="DATA",
-    )
-    heal_steps: Steps | None = option(
-        "Then train the result to match the original, so many steps.",
-        None,
-        Panel.MAIN,
-        flags="--heal",
-    )
-    output: Path | None = output("Folder for the result; not needed with --dry-run.", None)
-    dry_run: bool = option(
-        "With --kv-budget and --calibrate: show what every layer would keep, merge or lose, and "
-        "what the other ways would have cost; write nothing.",
-        False,
-        Panel.MAIN,
-    )
-    layout: LayoutOption = option(
-        "uniform: refuse what a plain config of the family cannot hold.",
-        LayoutOption.PER_LAYER,
-        Panel.CUT,
-    )
-    train: HealTrain = option("With --heal: what is trained.", _HEAL.train, Panel.TRAINING)
-    learning_rate: Positive | None = option(
-        "With --heal: highest learning rate. Default: that of heal.",
-        _HEAL.learning_rate,
-        Panel.TRAINING,
-    )
-    heal_seq_len: Length | None = option(
-        "With --heal: tokens per sequence. Default: --seq-len, up to 256.",
-        None,
-        Panel.TRAINING,
-    )
-    bf16: bool = option(
-        "With --heal: compute in bfloat16 where the device has it in hardware.",
-        _HEAL.bf16,
-        Panel.TRAINING,
-    )
-
-    def healing(self, steps: int) -> HealConfig:
-        """How the result is healed."""
-        length = self.heal_seq_len or min(self.seq_len, _HEAL.seq_len)
-        return self.part(HealConfig, steps=steps, seq_len=length)
-
-
-def run(options: ConvertOptions, context: Context) -> Converted | Healed | KvPreview:
-    """Converts, and heals if that was asked for; or says what would be done."""
-    if options.output is None and not options.dry_run:
-        raise HeadpruneError("convert-gqa needs --output, the folder to write (or --dry-run).")
-    from headprune.distillation.heal import heal
-    from headprune.io.outputs import claimed
-    from headprune.io.writing import beside
-
-    if options.output is None or options.dry_run:
-        return _preview(options, context)
-    inputs = (options.model, options.calibrate)
-    healed_after = options.heal_steps is not None
-    if healed_after:
-        refuse_healing_by_layers(options)
-    place = placing(Placement.WHOLE) if healed_after else nullcontext()
-    with place, claimed(options.output, options.overwrite, inputs):
-        if options.heal_steps is None or options.calibrate is None:
-            return _converted(options, options.output, context)
-        healing = options.healing(options.heal_steps)
-        unhealed = beside(options.output, "{}-unhealed")
-        converted = _converted(options, unhealed, context)
-        context.line(_summary(converted), True)
-        healed = heal(
-            unhealed,
-            options.model,
-            options.examples(options.calibrate),
-            options.output,
-            healing,
-            Resuming(overwrite=options.overwrite),
-            context,
-        )
-        shutil.rmtree(unhealed, ignore_errors=True)
-        return healed
-
-
-def _preview(options: ConvertOptions, context: Context) -> KvPreview:
-    from headprune.exporting.convert_gqa import preview
-
-    return preview(
-        options.model,
-        options.part(ConvertConfig),
-        options.source(options.calibrate),
-        options.layout,
-        context,
-    )
-
-
-def _converted(options: ConvertOptions, output: Path, context: Context) -> Converted:
-    from headprune.exporting.convert_gqa import convert_gqa
-
-    return convert_gqa(
-        options.model,
-        output,
-        options.part(ConvertConfig),
-        options.source(options.calibrate),
-        options.layout,
-        options.overwrite,
-        context,
-    )
-
-
-def show(result: Converted | Healed | KvPreview, options: ConvertOptions, console: Console) -> None:
-    """Prints how many KV heads are left, and what it cost."""
+def _show(console: Console, result: Result, values: Mapping[str, Any]) -> None:
     from headprune.console import results
     from headprune.distillation.heal import Healed
     from headprune.exporting.convert_gqa import KvPreview
@@ -169,33 +47,127 @@ def show(result: Converted | Healed | KvPreview, options: ConvertOptions, consol
         results.converted(console, result)
 
 
-def _warnings(result: Converted | Healed | KvPreview) -> Iterable[str]:
+def warnings(result: Any) -> Iterable[str]:
+    """Warnings of a result that holds a cut model, if it does."""
     pruned = getattr(result, "pruned", None)
-    return () if pruned is None else pruned.warnings
+    return () if pruned is None else tuple(pruned.warnings)
 
 
-def _summary(result: Converted | Healed | KvPreview) -> str:
-    from headprune.exporting.convert_gqa import KvPreview
-
-    if isinstance(result, KvPreview):
-        return f"{result.kv_heads[1]} of {result.kv_heads[0]} KV heads, not written"
-    before, after = result.pruned.manifest.kv_heads
-    return f"{after} of {before} KV heads ({getattr(result, 'merge', 'healed')}), verified"
-
-
-declare(
-    Command(
-        "convert-gqa",
-        Chapter.CUT,
-        ConvertOptions,
-        run,
-        show,
-        warnings=_warnings,
-        needs={
-            **of_text("calibrate"),
-            **dict.fromkeys(("calibration_tokens", "seq_len", "heal_steps"), "calibrate"),
-            "seed": "calibrate",
-            **dict.fromkeys(("train", "learning_rate", "heal_seq_len", "bf16"), "heal_steps"),
-        },
-    ),
+@command(
+    Panel.CUT,
+    _show,
+    warnings=warnings,
+    needs={
+        **dict.fromkeys(("calibration_tokens", "seq_len", "heal_steps", "seed"), "calibrate"),
+        "text_column": "calibrate",
+        **dict.fromkeys(("train", "learning_rate", "heal_seq_len", "bf16"), "heal_steps"),
+    },
 )
+def convert_gqa(
+    model: o.Model,
+    output: o.Output | None = None,
+    *,
+    kv_heads: Annotated[
+        int | str | Path | Sequence[int],
+        BeforeValidator(kv_head_counts),
+        o.option("KV heads per layer: a number, a comma-separated list, or a JSON file."),
+    ]
+    | None = None,
+    kv_budget: Annotated[Share, o.option("Instead: share of all KV heads to keep.")] | None = None,
+    calibrate: Annotated[
+        str | Path,
+        BeforeValidator(possible_place),
+        o.option("Text that shows what the heads do, as --data elsewhere.", metavar="DATA"),
+    ]
+    | None = None,
+    merge: Annotated[str, o.option("mean, procrustes or lowrank (default with --calibrate).")]
+    | None = None,
+    targets: o.Engines = (),
+    heal_steps: o.HealSteps | None = None,
+    seq_len: o.SeqLen = 512,
+    dry_run: o.DryRun = False,
+    overwrite: o.Overwrite = False,
+    grouping: Literal["adjacent", "similar"] = "adjacent",
+    calibration_tokens: Tokens = 16_384,
+    layout: Literal["per-layer", "uniform", "ragged", "padded"] = "per-layer",
+    attention: o.Kinds = (),
+    text_column: str | None = None,
+    train: Literal["attention", "lora", "all"] = "all",
+    learning_rate: Positive | None = None,
+    heal_seq_len: Length | None = None,
+    bf16: bool = True,
+    dtype: o.Dtype = "auto",
+    out_dtype: o.Dtype = "auto",
+    seed: Seed = 0,
+    device: o.Device = "auto",
+    placement: o.Placement = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> Converted | Healed | KvPreview:
+    """Merge KV heads so that more queries share each (GQA, MQA), verify the result, write it."""
+    if output is None and not dry_run:
+        raise HeadpruneError("convert-gqa needs OUTPUT, the folder to write (or --dry-run).")
+    output = None if output is None else Path(output)
+    from headprune.exporting import convert_gqa as conversion
+    from headprune.io.outputs import claimed
+    from headprune.io.writing import beside
+
+    config = build(
+        ConvertConfig,
+        kv_heads=kv_heads,
+        kv_budget=kv_budget,
+        merge=merge,
+        grouping=grouping,
+        targets=targets,
+        attention=attention,
+        calibration_tokens=calibration_tokens,
+        seq_len=seq_len,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        seed=seed,
+    )
+    text, shape = o.data_at(calibrate, text_column), LayoutOption(layout)
+
+    def converted(folder: Path) -> Converted:
+        return conversion.convert_gqa(model, folder, config, text, shape, overwrite, context)
+
+    if output is None or dry_run:
+        return conversion.preview(model, config, text, shape, context)
+    if heal_steps is None or text is None:
+        return converted(output)
+    refuse_healing_by_layers(placement)
+    usual = HealConfig(steps=heal_steps)
+    healing = build(
+        HealConfig,
+        steps=heal_steps,
+        train=train,
+        learning_rate=learning_rate,
+        seq_len=heal_seq_len or min(seq_len, usual.seq_len),
+        bf16=bf16,
+        out_dtype=out_dtype,
+        seed=seed,
+    )
+    from headprune.distillation.heal import heal
+
+    with placing(Placement.WHOLE), claimed(output, overwrite, (model, calibrate)):
+        unhealed = beside(output, "{}-unhealed")
+        merged = converted(unhealed)
+        before, after = merged.pruned.manifest.kv_heads
+        context.line(f"{after} of {before} KV heads ({merged.merge}), verified", True)
+        resuming = Resuming(overwrite=overwrite)
+        healed = heal(unhealed, model, text, output, healing, resuming, context)
+        shutil.rmtree(unhealed, ignore_errors=True)
+        return healed
+
+
+def refuse_healing_by_layers(placement: str) -> None:
+    """Refuse to heal layer by layer.
+
+    Raises:
+        HeadpruneError: If ``placement`` is "layers".
+    """
+    if placement == "layers":
+        raise HeadpruneError(
+            "--heal trains the whole model, which placement 'layers' has not in memory: leave out "
+            "one of the two."
+        )

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from headprune.commands.shared import (
-    DATA,
-    NAMED,
-    Columns,
-    Loading,
-    OneModel,
-    Placed,
-    output,
-    split,
-)
-from headprune.config import (
-    Domains,
-    EvaluateConfig,
-    NeedleConfig,
-    Place,
-)
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
+from headprune.config import DataConfig, EvaluateConfig, build, data_configs, domains
+from headprune.config.values import Few, Length, Level, Memory, Seed
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,63 +19,88 @@ if TYPE_CHECKING:
     from headprune.evaluation.report import Report
 
 
-class EvaluateOptions(OneModel, EvaluateConfig, Columns, Loading, Placed):
+def _show(console: Console, result: Report, values: Mapping[str, Any]) -> None:
+    from headprune.console.models import evaluation
+
+    evaluation(console, result)
+
+
+@command(
+    Panel.JUDGE,
+    _show,
+    needs={
+        **dict.fromkeys(("needle_lengths", "needle_trials"), "needle"),
+        "decode_batches": "speed",
+    },
+)
+def evaluate(
+    model: o.Model,
+    output: Annotated[o.File, o.argument("OUTPUT", "JSON file to write; replaced.")] | None = None,
+    *,
+    data: o.Domains,
+    text_column: o.TextColumn | None = None,
+    label_column: o.LabelColumn | None = None,
+    against: o.Against | None = None,
+    tasks: o.Tasks = (),
+    needle: Annotated[bool, o.option("Also find a number hidden at several depths.")] = False,
+    speed: Annotated[bool, o.option("Time prefill and decoding.")] = True,
+    max_windows: o.MaxWindows | None = None,
+    seq_len: Annotated[Length, o.option("Tokens per window or text.")] = 512,
+    card: bool = False,
+    batch_size: Few = 4,
+    confidence: Level = 0.95,
+    resamples: Few = 2000,
+    memory: Memory | None = None,
+    decode_batches: o.Lengths = (1, 8),
+    needle_lengths: o.Lengths = (),
+    needle_trials: Few = 4,
+    copying: int = 16,
+    last_words: int = 200,
+    dtype: o.Dtype = "auto",
+    seed: Seed = 0,
+    device: o.Device = "auto",
+    placement: o.Placement = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> Report:
     """Measure quality, size and speed, also against another model."""
-
-    data: Domains = option(f"{DATA} {NAMED}", panel=Panel.MAIN)
-    against: Place | None = option("Base model: report paired differences to it.", None, Panel.MAIN)
-    output: Path | None = output("Write the report as JSON, also over an earlier one.", None)
-    card: bool = option("Also show it on the model card of the result that is measured.", False)
-    split: str = split("test")
-
-
-def run(options: EvaluateOptions, context: Context) -> Report:
-    """Measures it, and writes the report if that was asked for."""
     from headprune.evaluation.evaluate import evaluate
     from headprune.exporting.card import rewrite_card
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import EVALUATION
     from headprune.schemas.manifest import read_manifest
 
-    if options.card:
-        read_manifest(Path(options.model))  # refuses early what is no result
+    config = build(
+        EvaluateConfig,
+        tasks=tasks,
+        needle=needle,
+        speed=speed,
+        max_windows=max_windows,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        confidence=confidence,
+        resamples=resamples,
+        memory=memory,
+        decode_batches=decode_batches,
+        needle_lengths=needle_lengths,
+        needle_trials=needle_trials,
+        copying=copying,
+        last_words=last_words,
+        dtype=dtype,
+        seed=seed,
+    )
+    if card:
+        read_manifest(Path(model))  # refuses early what is no result
+    texts = domains(data)
+    output = None if output is None else Path(output)
     context.stage("evaluating")
-    inputs = (options.model, *(domain.source for domain in options.data), options.against)
-    claim: AbstractContextManager[None] = nullcontext()
-    if options.output is not None:
-        claim = claimed_file(options.output, EVALUATION, overwrite=True, inputs=inputs)
+    inputs = (model, *(domain.source for domain in texts), against)
+    claim = nullcontext() if output is None else claimed_file(output, EVALUATION, True, inputs)
+    shared = DataConfig(source="", split="test", text_column=text_column, label_column=label_column)
     with claim:
-        report = evaluate(
-            options.model,
-            options.domains(options.data),
-            options.part(EvaluateConfig),
-            against=options.against,
-            context=context,
-        )
-        if options.output is not None:
-            report.write(options.output)
-    if options.card:
-        rewrite_card(Path(options.model), report.rows())
+        report = evaluate(model, data_configs(texts, shared), config, against, context)
+        if output is not None:
+            report.write(output)
+    if card:
+        rewrite_card(Path(model), report.rows())
     return report
-
-
-def show(result: Report, options: EvaluateOptions, console: Console) -> None:
-    """Prints metrics, sizes and speed."""
-    from headprune.console.models import evaluation
-
-    evaluation(console, result)
-
-
-declare(
-    Command(
-        "evaluate",
-        Chapter.JUDGE,
-        EvaluateOptions,
-        run,
-        show,
-        needs={
-            **dict.fromkeys(NeedleConfig.model_fields, "needle"),
-            "decode_batches": "speed",
-        },
-    ),
-)

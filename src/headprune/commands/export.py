@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from headprune.commands.shared import Trust, model, output
-from headprune.config import ExportConfig, Place, Replacing
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
+from headprune.config import ExportConfig, build
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, declare
+from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,40 +18,33 @@ if TYPE_CHECKING:
     from headprune.formats.export import Exported
 
 
-class ExportOptions(Replacing, Trust, ExportConfig):
-    """Write a model for an engine (llama.cpp, vLLM), proven there or by reading it back."""
-
-    model: Place = model(metavar="FOLDER")
-    output: Path = output("Folder for the result.")
-
-
-def run(options: ExportOptions, context: Context) -> Exported:
-    """Writes and proves it."""
-    from headprune.formats.export import export
-
-    return export(
-        options.model,
-        options.output,
-        options.part(ExportConfig),
-        options.overwrite,
-        context,
-    )
-
-
-def show(result: Exported, options: ExportOptions, console: Console) -> None:
-    """Prints what was written, and how it was proven."""
+def _show(console: Console, result: Exported, values: Mapping[str, Any]) -> None:
     from headprune.console.results import exported
 
     exported(console, result)
 
 
-declare(
-    Command(
-        "export",
-        Chapter.SERVE,
-        ExportOptions,
-        run,
-        show,
-        needs={"like": "to=gguf"},
-    ),
-)
+@command(Panel.SERVE, _show)
+def export(
+    model: Annotated[o.Model, o.argument("FOLDER", "A model folder.")],
+    output: o.Output,
+    *,
+    to: Annotated[str, o.option("gguf (llama.cpp), vllm, onnx or openvino.", metavar="FORMAT")],
+    out_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16", "q8_0"],
+        o.option("Element type of the weights. auto: the checkpoint's."),
+    ] = "auto",
+    like: Annotated[o.File, o.option("GGUF file of the original, for its tokenizer.")]
+    | None = None,
+    prove: Literal["auto", "engine", "read-back"] = "auto",
+    overwrite: o.Overwrite = False,
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> Exported:
+    """Write a model for an engine (llama.cpp, vLLM), proven there or by reading it back."""
+    if like is not None and to != "gguf":
+        raise HeadpruneError("--like has no effect without --to gguf: give that, or leave it out.")
+    from headprune.formats.export import export
+
+    config = build(ExportConfig, to=to, out_dtype=out_dtype, like=like, prove=prove)
+    return export(model, Path(output), config, overwrite, context)

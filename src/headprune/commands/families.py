@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from headprune.commands.command import Panel, command
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, Options, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,31 +16,19 @@ if TYPE_CHECKING:
     from headprune.family.capabilities import Capability
 
 
-class FamiliesOptions(Options):
-    """List the supported model families, and what works for each."""
-
-    markdown: bool = option("Print the table as Markdown.", False, Panel.MAIN)
-
-
-def run(options: FamiliesOptions, context: Context) -> list[Capability]:
-    """Reads the table."""
-    from headprune.family.capabilities import capabilities
-
-    return capabilities()
-
-
-def show(rows: list[Capability], options: FamiliesOptions, console: Console) -> None:
-    """Prints it."""
+def _show(console: Console, rows: list[Capability], values: Mapping[str, Any]) -> None:
     from headprune.console import models
 
-    if options.markdown:
-        console.out(models.families_markdown(rows))
-    else:
-        models.families(console, rows)
+    models.families(console, rows)
 
 
 def _as_json(rows: list[Capability]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=2)
 
 
-declare(Command("families", Chapter.CHOOSE, FamiliesOptions, run, show, as_json=_as_json))
+@command(Panel.CHOOSE, _show, as_json=_as_json, config=False)
+def families(*, context: Context = Context()) -> list[Capability]:
+    """List the supported model families, and what works for each."""
+    from headprune.family.capabilities import capabilities
+
+    return capabilities()

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from headprune.commands.shared import (
-    DATA,
-    Columns,
-    Loading,
-    OnDevice,
-    OneModel,
-    output,
-)
-from headprune.config import HealConfig, Place, Resuming
+from pydantic import BeforeValidator
+
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
+from headprune.config import HealConfig, Resuming, build
+from headprune.config.data import data_config
+from headprune.config.values import Few, Seed, Steps, possible_place
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,51 +21,64 @@ if TYPE_CHECKING:
     from headprune.distillation.heal import Healed
 
 
-class HealOptions(OneModel, HealConfig, Columns, Resuming, Loading, OnDevice):
-    """Train a cut or converted model to match the model it came from, on plain text."""
-
-    teacher: Place = option("The model it came from: a folder or a hub id.", panel=Panel.MAIN)
-    data: Place = option(DATA, panel=Panel.MAIN)
-    output: Path = output("Folder for the result.")
-    shard: bool = option(
-        "Split both models over the processes that torchrun started, so that each holds a part of "
-        "every layer.",
-        False,
-        Panel.TRAINING,
-    )
-
-
-def run(options: HealOptions, context: Context) -> Healed:
-    """Trains it."""
-    from headprune.distillation.heal import heal
-
-    return heal(
-        options.model,
-        options.teacher,
-        options.examples(options.data),
-        options.output,
-        options.part(HealConfig),
-        options.part(Resuming),
-        context,
-    )
-
-
-def show(result: Healed, options: HealOptions, console: Console) -> None:
-    """Prints how near it came."""
+def _show(console: Console, result: Healed, values: Mapping[str, Any]) -> None:
     from headprune.console.results import healed
 
     healed(console, result)
 
 
-declare(
-    Command(
-        "heal",
-        Chapter.CUT,
-        HealOptions,
-        run,
-        show,
-        warnings=lambda result: result.pruned.warnings,
-        needs={"lora_rank": "train=lora"},
-        together=True,
-    ),
-)
+@command(Panel.CUT, _show, warnings=lambda result: result.pruned.warnings, together=True)
+def heal(
+    model: o.Model,
+    output: o.Output,
+    *,
+    teacher: Annotated[
+        str | Path, BeforeValidator(possible_place), o.option("The model it came from.")
+    ],
+    data: o.Data,
+    steps: o.Steps,
+    train: Annotated[
+        Literal["attention", "lora", "all"], o.option("Weights to train.", panel=o.TRAINING)
+    ] = "all",
+    batch_size: o.BatchSize = 4,
+    seq_len: o.TrainSeqLen = 256,
+    learning_rate: o.LearningRate | None = None,
+    shard: o.Shard = False,
+    out_dtype: o.OutDtype = "auto",
+    resume: o.Resume = False,
+    overwrite: o.Overwrite = False,
+    text_column: str | None = None,
+    label_column: str | None = None,
+    objective: Literal["auto", "distill", "lm+distill"] = "auto",
+    optimizer: Literal["auto", "muon", "adamw"] = "auto",
+    lora_rank: Few = 16,
+    bf16: bool = True,
+    gradient_checkpointing: bool = False,
+    seed: Seed = 0,
+    save_every: Steps | None = None,
+    device: o.Device = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> Healed:
+    """Train a cut or converted model to match the model it came from, on plain text."""
+    from headprune.distillation.heal import heal
+
+    config = build(
+        HealConfig,
+        steps=steps,
+        train=train,
+        objective=objective,
+        optimizer=optimizer,
+        lora_rank=lora_rank,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        learning_rate=learning_rate,
+        bf16=bf16,
+        gradient_checkpointing=gradient_checkpointing,
+        out_dtype=out_dtype,
+        seed=seed,
+        save_every=save_every,
+    )
+    source = data_config(data, text_column, label_column)
+    resuming = Resuming(overwrite=overwrite, resume=resume)
+    return heal(model, teacher, source, Path(output), config, resuming, context)

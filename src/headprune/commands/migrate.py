@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headprune.commands.shared import Loading, OneModel, Placed
-from headprune.config import COMPUTED, Dtype, Writing
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
+from headprune.config import Dtype, Writing, build
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,43 +17,33 @@ if TYPE_CHECKING:
     from headprune.exporting.write import Pruned
 
 
-class MigrateOptions(OneModel, Writing, Loading, Placed):
-    """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
-
-    output: Path = option(
-        "Folder for the result.", panel=Panel.OUTPUT, positional=True, metavar="OUT"
-    )
-    dtype: Dtype = option(COMPUTED, Dtype.AUTO)
-
-
-def run(options: MigrateOptions, context: Context) -> Pruned:
-    """Rewrites it."""
-    from headprune.exporting.prune import migrate
-
-    return migrate(
-        options.model,
-        options.output,
-        options.dtype,
-        options.part(Writing),
-        context,
-    )
-
-
-def show(result: Pruned, options: MigrateOptions, console: Console) -> None:
-    """Prints what was written."""
+def _show(console: Console, result: Pruned, values: Mapping[str, Any]) -> None:
     from headprune.console.results import pruned
 
     pruned(console, result)
 
 
-declare(
-    Command(
-        "migrate",
-        Chapter.CUT,
-        MigrateOptions,
-        run,
-        show,
-        as_json=lambda result: result.manifest.model_dump_json(indent=2),
-        warnings=lambda result: result.warnings,
-    ),
+@command(
+    Panel.CUT,
+    _show,
+    as_json=lambda result: result.manifest.model_dump_json(indent=2),
+    config=False,
+    warnings=lambda result: result.warnings,
 )
+def migrate(
+    model: o.Model,
+    output: o.Output,
+    *,
+    overwrite: o.Overwrite = False,
+    dtype: o.Dtype = "auto",
+    out_dtype: o.Dtype = "auto",
+    device: str = "auto",
+    placement: o.Placement = "auto",
+    trust_remote_code: bool = False,
+    context: Context = Context(),
+) -> Pruned:
+    """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
+    from headprune.exporting.prune import migrate
+
+    writing = build(Writing, overwrite=overwrite, out_dtype=out_dtype)
+    return migrate(model, Path(output), Dtype(dtype), writing, context)

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from headprune.commands.shared import Columns, Loading, OneModel, Placed, of_text, output
+from pydantic import BeforeValidator
+
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
 from headprune.config import (
     CalibrationConfig,
-    Kept,
+    DataConfig,
+    Dtype,
     LayoutOption,
-    Place,
-    Targeted,
+    PlanConfig,
+    Target,
     Writing,
-    one_or_all,
+    build,
 )
-from headprune.context import Context, MadeBy
-from headprune.declaration import Chapter, Command, Panel, declare, option
+from headprune.config.values import (
+    Amount,
+    Few,
+    Kept,
+    Length,
+    Names,
+    Seed,
+    Tokens,
+    path,
+    possible_place,
+)
+from headprune.context import Context
 from headprune.errors import HeadpruneError
 from headprune.schemas.plan import Plan
 
@@ -26,142 +41,210 @@ if TYPE_CHECKING:
 
     from headprune.exporting.preview import Preview
     from headprune.exporting.write import Pruned
+    from headprune.planning.plan import Planned
 
-_REFITS = "refit | scores & !no_refit"
-_AS_SCORED = ("calibration_tokens", "seq_len")  # of a refit, as the scores reckon with it
-
-
-class PruneOptions(OneModel, CalibrationConfig, Targeted, Columns, Writing, Loading, Placed):
-    """Remove heads from the weights, verify the result against the gated model, and write it."""
-
-    gates: Path | None = option("Folder from train-gates.", None, Panel.MAIN)
-    scores: Path | None = option("Folder from score; needs --keep.", None, Panel.MAIN)
-    plan: Path | Plan | None = option(
-        "plan.json, or a JSON map from module path to the heads to remove, as "
-        '{"model.layers.0.self_attn": [0, 3]}.',
-        None,
-        Panel.MAIN,
-        metavar="PATH",
-    )
-    keep: Kept | None = option(
-        "Share (1.0 is all) or count (1 is one) of heads to keep: with --scores, or another than "
-        "the gates were trained for.",
-        None,
-        Panel.MAIN,
-        note=one_or_all,
-    )
-    refit: Place | None = option(
-        "Refit W_O by least squares on this text, layer after layer, so that the heads that stay "
-        "make up for those that go. Default: the text of scores that reckon with a refit.",
-        None,
-        Panel.MAIN,
-        metavar="DATA",
-    )
-    no_refit: bool = option("Cut without a refit, whatever the scores reckon with.", False)
-    output: Path | None = output("Folder for the result; not needed with --dry-run.", None)
-    dry_run: bool = option("Show the plan, write nothing.", False, Panel.MAIN)
-    roles: Path | None = option(
-        "With --dry-run: folder from roles, or its roles.json; say which roles the plan loses.",
-        None,
-        Panel.CUT,
-    )
-    criterion: str | None = option("Which of the scores, if there are several.", None, Panel.CUT)
-    layout: LayoutOption = option(
-        "per-layer: other counts in every layer, equal groups within a layer. uniform: the same "
-        "counts everywhere, so that a plain config holds the result. ragged: any head, also where "
-        "that leaves KV heads with unequal numbers of queries. padded: the same, for engines that "
-        "know no such groups and no layer without heads: zero heads, which compute nothing, make "
-        "the groups equal and fill those layers.",
-        LayoutOption.PER_LAYER,
-        Panel.CUT,
-    )
+NO_REFIT = "none"
 
 
-def run(options: PruneOptions, context: Context) -> Pruned | Preview:
-    """Cuts, or says what would be cut."""
-    if options.output is None and not options.dry_run:
-        raise HeadpruneError("prune needs --output, the folder to write (or --dry-run).")
-    from headprune.exporting.preview import preview
-    from headprune.exporting.prune import prune
-    from headprune.planning.from_evidence import CutRequest
-
-    asked = CutRequest(**{each.name: getattr(options, each.name) for each in fields(CutRequest)})
-    if options.output is None or options.dry_run:
-        return preview(options.model, asked, options.dtype, options.roles, context.allowed)
-    output, options = options.output, _as_scored(options, context)
-    return prune(
-        options.model,
-        output,
-        asked,
-        options.source(options.refit),
-        options.part(CalibrationConfig),
-        options.part(Writing),
-        replace(context, made_by=MadeBy.of("prune", options)),
-    )
-
-
-def _as_scored(options: PruneOptions, context: Context) -> PruneOptions:
-    """The options with the refit that scores reckon with, on the text that they were made on."""
-    whole = options.keep == 1 and isinstance(options.keep, float)
-    if options.scores is None or options.refit or options.no_refit or whole:
-        return options
-    from headprune.data.read import digest_of_data, refuse_missing_file
-    from headprune.evidence.criteria import CRITERIA
-    from headprune.schemas.scores import read_scores
-
-    scores = read_scores(options.scores)
-    made, criterion = scores.metadata, scores.of(options.criterion)[0]
-    if not CRITERIA[criterion].assumes_refit or not made.refits or made.data is None:
-        return options
-    try:
-        refuse_missing_file(made.data.source)
-    except HeadpruneError:
-        raise HeadpruneError(
-            f"{criterion} scores reckon with a refit, and the text that they were made on, "
-            f"'{made.data.source}', is not here: give --refit DATA, or cut with --no-refit (better "
-            "by scores of another criterion, such as fisher)."
-        ) from None
-    if made.data_sha256 not in (None, digest_of_data(made.data)):
-        raise HeadpruneError(
-            f"{criterion} scores reckon with a refit, and '{made.data.source}' holds another text "
-            "here than when they were made: give --refit DATA, or cut with --no-refit."
-        )
-    context.line(
-        f"{criterion} scores reckon with a refit: it is made on their text, '{made.data.source}' "
-        "(--no-refit for none)"
-    )
-    used = {name: getattr(made.calibration, name) for name in _AS_SCORED}
-    asked = {name: getattr(options, name) for name in options.model_fields_set}
-    text = made.data.model_dump(exclude={"source"})
-    return PruneOptions(**{**used, **text, **asked, "refit": made.data.source})
-
-
-def show(result: Pruned | Preview, options: PruneOptions, console: Console) -> None:
-    """Prints what was cut, or would be."""
-    from headprune.console import results
+def _show(console: Console, result: Pruned | Preview | Planned, values: Mapping[str, Any]) -> None:
+    from headprune.console import next_commands, results, scores
     from headprune.exporting.preview import Preview
+    from headprune.planning.plan import Planned
 
-    if isinstance(result, Preview):
+    if isinstance(result, Planned):
+        saved, following = values["save_plan"], ""
+        if saved is not None:
+            model = str(values["model"])
+            following = next_commands.after_plan(result, saved, model, values["context"].allowed)
+        scores.planned(console, result, saved, following)
+    elif isinstance(result, Preview):
         results.preview(console, result)
     else:
         results.pruned(console, result)
 
 
-declare(
-    Command(
-        "prune",
-        Chapter.CUT,
-        PruneOptions,
-        run,
-        show,
-        warnings=lambda result: getattr(result, "warnings", ()),
-        needs={
-            "criterion": "scores",
-            "keep": "scores | gates",
-            "no_refit": "scores & !refit",
-            "roles": "dry_run",
-            **of_text(_REFITS),
-            **dict.fromkeys((*_AS_SCORED, "batch_size", "seed"), _REFITS),
-        },
-    ),
+def _warnings(result: Pruned | Preview | Planned) -> Iterable[str]:
+    warnings: Iterable[str] = getattr(result, "warnings", ())
+    return warnings
+
+
+@command(
+    Panel.CUT,
+    _show,
+    warnings=_warnings,
+    needs={
+        "criterion": "scores",
+        "keep": "scores|gates",
+        **dict.fromkeys(("max_params", "max_kv_bytes", "min_speedup", "keep_roles"), "scores"),
+        **dict.fromkeys(("per_layer", "min_per_layer"), "scores"),
+        "keep_roles": "roles",
+        "save_plan": "dry_run",
+        **dict.fromkeys(("calibration_tokens", "seq_len", "batch_size", "seed"), "refit|scores"),
+        "text_column": "refit",
+    },
 )
+def prune(
+    model: o.Model,
+    output: o.Output | None = None,
+    *,
+    gates: Annotated[o.File, o.option("Folder from train-gates.")] | None = None,
+    scores: Annotated[o.File, o.option("Folder from score; needs a budget such as --keep.")]
+    | None = None,
+    plan: Annotated[
+        Path | str | Plan,
+        BeforeValidator(path),
+        o.option("plan.json, or a JSON map from module path to heads to remove.", metavar="PATH"),
+    ]
+    | None = None,
+    keep: Annotated[
+        Kept, o.option("Heads to keep: a share (0.75; 1.0 is all) or a count (202; 1 is one).")
+    ]
+    | None = None,
+    max_params: o.MaxParams | None = None,
+    max_kv_bytes: o.MaxKvBytes | None = None,
+    min_speedup: o.MinSpeedup | None = None,
+    criterion: Annotated[str, o.option("Which of several scores.")] | None = None,
+    refit: Annotated[
+        str | Path,
+        BeforeValidator(possible_place),
+        o.option("Text to refit W_O on, or none. Default: that of the scores.", metavar="DATA"),
+    ]
+    | None = None,
+    layout: Annotated[
+        Literal["per-layer", "uniform", "ragged", "padded"],
+        o.option("uniform: a plain config. ragged: any head. padded: ragged, with zero heads."),
+    ] = "per-layer",
+    targets: o.Engines = (),
+    roles: Annotated[o.File, o.option("Folder from roles: say which roles are lost.")]
+    | None = None,
+    keep_roles: Annotated[Names, o.option("Roles whose heads all stay, comma-separated.")] = (),
+    dry_run: o.DryRun = False,
+    save_plan: o.SavePlan | None = None,
+    overwrite: o.Overwrite = False,
+    per_layer: bool = False,
+    min_per_layer: Amount = 0,
+    text_column: str | None = None,
+    calibration_tokens: Tokens | None = None,
+    seq_len: Length | None = None,
+    batch_size: Few = 4,
+    dtype: o.Dtype = "auto",
+    seed: Seed = 0,
+    out_dtype: o.Dtype = "auto",
+    proof: Literal["auto", "outputs", "tensors"] = "auto",
+    max_shard_size: str = "50GB",
+    device: o.Device = "auto",
+    placement: o.Placement = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> Pruned | Preview | Planned:
+    """Remove heads from the weights, verify the result against the gated model, and write it."""
+    if output is None and not dry_run:
+        raise HeadpruneError("prune needs OUTPUT, the folder to write (or --dry-run).")
+    from headprune.exporting.preview import preview
+    from headprune.exporting.prune import prune
+    from headprune.planning.from_evidence import CutRequest
+    from headprune.planning.plan import plan as planned_by
+
+    shape, engines = LayoutOption(layout), [Target(each) for each in targets]
+    gates, scores, roles = (_path(each) for each in (gates, scores, roles))
+    plan = Path(plan) if isinstance(plan, str) else plan
+    output, save_plan = _path(output), _path(save_plan)
+    request = CutRequest(gates, plan, scores, criterion, keep, shape, engines)
+    budgets = (max_params, max_kv_bytes, min_speedup, keep_roles or None, per_layer or None)
+    planned = None
+    if scores is not None and any(each is not None for each in (*budgets, save_plan)):
+        budget = build(
+            PlanConfig,
+            criterion=criterion,
+            keep=keep,
+            max_params=max_params,
+            max_kv_bytes=max_kv_bytes,
+            min_speedup=min_speedup,
+            roles=roles,
+            keep_roles=keep_roles,
+            per_layer=per_layer,
+            min_per_layer=min_per_layer,
+            targets=targets,
+        )
+        planned = planned_by(model, scores, budget, save_plan, overwrite, context)
+        request = CutRequest(plan=planned.plan, layout=shape, targets=engines)
+    if dry_run or output is None:
+        if planned is not None:
+            return planned
+        shown = preview(model, request, Dtype(dtype), roles, context.allowed)
+        if save_plan is not None:
+            _save(shown.plan, save_plan, overwrite, model)
+        return shown
+    text, calibration = _refit(refit, text_column, scores, criterion, keep, context)
+    calibration = build(
+        CalibrationConfig,
+        calibration_tokens=calibration_tokens or calibration.calibration_tokens,
+        seq_len=seq_len or calibration.seq_len,
+        batch_size=batch_size,
+        dtype=dtype,
+        seed=seed,
+    )
+    writing = build(
+        Writing,
+        overwrite=overwrite,
+        out_dtype=out_dtype,
+        proof=proof,
+        max_shard_size=max_shard_size,
+    )
+    if context.made_by is not None and text is not None:
+        used = {"refit": text.source, "calibration_tokens": calibration.calibration_tokens}
+        options = {**context.made_by.options, **used, "seq_len": calibration.seq_len}
+        context = replace(context, made_by=context.made_by.model_copy(update={"options": options}))
+    return prune(model, output, request, text, calibration, writing, context)
+
+
+def _path(place: Path | str | None) -> Path | None:
+    return None if place is None else Path(place)
+
+
+def _save(plan: Plan, file: Path, overwrite: bool, model: str | Path) -> None:
+    from headprune.io.outputs import claimed_file
+    from headprune.io.ownership import PLAN
+
+    with claimed_file(file, PLAN, overwrite, [model]):
+        plan.write(file)
+
+
+def _refit(
+    refit: str | Path | None,
+    text_column: str | None,
+    scores: Path | None,
+    criterion: str | None,
+    keep: float | None,
+    context: Context,
+) -> tuple[DataConfig | None, CalibrationConfig]:
+    """The text of a refit: the one given, or that of scores that reckon with a refit."""
+    usual = CalibrationConfig()
+    whole = keep == 1 and isinstance(keep, float)
+    if refit is not None or scores is None or whole:
+        return o.data_at(None if refit == NO_REFIT else refit, text_column), usual
+    from headprune.data.read import digest_of_data, refuse_missing_file
+    from headprune.evidence.criteria import CRITERIA
+    from headprune.schemas.scores import read_scores
+
+    record = read_scores(scores)
+    made, name = record.metadata, record.of(criterion)[0]
+    if not CRITERIA[name].assumes_refit or not made.refits or made.data is None:
+        return None, usual
+    why = f"{name} scores reckon with a refit, and the text that they were made on, "
+    try:
+        refuse_missing_file(made.data.source)
+    except HeadpruneError:
+        raise HeadpruneError(
+            f"{why}'{made.data.source}', is not here: give --refit DATA, or cut with --refit none "
+            "(better by scores of another criterion, such as fisher)."
+        ) from None
+    if made.data_sha256 not in (None, digest_of_data(made.data)):
+        raise HeadpruneError(
+            f"{why}'{made.data.source}', has changed: give --refit DATA, or --refit none."
+        )
+    context.line(
+        f"{name} scores reckon with a refit: it is made on their text, '{made.data.source}' "
+        "(--refit none for no refit)"
+    )
+    return made.data, made.calibration

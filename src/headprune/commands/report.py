@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator
 
-from headprune.commands.shared import output
-from headprune.config import Replacing
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
+from headprune.config.values import several
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,47 +19,29 @@ if TYPE_CHECKING:
     from headprune.reports.report import Reported
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str | Path) else value
+def _show(console: Console, result: Reported, values: Mapping[str, Any]) -> None:
+    from rich.markup import escape
+
+    for run in result.runs:
+        console.print(f"[bold]{escape(run.name)}[/]: {escape(run.asked)}")
+    console.print(f"Written to {escape(str(values['output']))}.")
 
 
-class ReportOptions(Replacing):
+@command(Panel.JUDGE, _show, config=False, warnings=lambda result: result.warnings)
+def report(
+    runs: Annotated[
+        Path | str | Sequence[Path | str],
+        BeforeValidator(several),
+        o.argument("RUN...", "Folders of results, gates or scores; reports of evaluate."),
+    ],
+    output: Annotated[o.File, o.argument("OUTPUT", "The page (.html) or summary (.md) to write.")],
+    *,
+    overwrite: o.Overwrite = False,
+    context: Context = Context(),
+) -> Reported:
     """Report on runs: heads, quality, memory, speed, verification and provenance, on one page."""
-
-    runs: Annotated[tuple[Path, ...], BeforeValidator(_listed)] = option(
-        "Folders of runs: results, gates, scores, or folders that hold several of them and reports "
-        "of evaluate; or such reports.",
-        panel=Panel.INPUT,
-        positional=True,
-        metavar="RUN...",
-    )
-    output: Path = output("The page to write (.html), or a summary for a pull request (.md).")
-
-
-def run(options: ReportOptions, context: Context) -> Reported:
-    """Writes the page."""
     from headprune.reports.report import report
 
     context.stage("drawing")
-    return report(options.runs, options.output, options.overwrite)
-
-
-def show(result: Reported, options: ReportOptions, console: Console) -> None:
-    """Prints what is on it."""
-    from rich.markup import escape
-
-    for one in result.runs:
-        console.print(f"[bold]{escape(one.name)}[/]: {escape(one.asked)}")
-    console.print(f"Written to {escape(str(options.output))}.")
-
-
-declare(
-    Command(
-        "report",
-        Chapter.JUDGE,
-        ReportOptions,
-        run,
-        show,
-        warnings=lambda result: result.warnings,
-    ),
-)
+    folders = [runs] if isinstance(runs, str | Path) else runs
+    return report(tuple(map(Path, folders)), Path(output), overwrite)

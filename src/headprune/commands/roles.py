@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from headprune.commands.shared import (
-    DATA,
-    Columns,
-    Loading,
-    OneModel,
-    Placed,
-    output,
-)
-from headprune.config import Place, Replacing, RolesConfig
+from pydantic import BeforeValidator
+
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
+from headprune.config import RolesConfig, build
+from headprune.config.data import data_config
+from headprune.config.values import Amount, Few, Length, Level, Seed, possible_place
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,58 +21,70 @@ if TYPE_CHECKING:
     from headprune.schemas.roles import RolesRecord
 
 
-class RolesOptions(OneModel, RolesConfig, Columns, Replacing, Loading, Placed):
+def _show(console: Console, result: RolesRecord, values: Mapping[str, Any]) -> None:
+    from headprune.console.roles import roles
+
+    roles(console, result, values["output"])
+
+
+@command(Panel.CHOOSE, _show)
+def roles(
+    model: o.Model,
+    output: o.Output,
+    *,
+    data: o.Data,
+    sequences: Annotated[Few, o.option("Sequences of the text, and of random tokens.")] = 64,
+    ablation_tokens: Annotated[
+        Amount, o.option("Also ablate every head, on so many tokens (2048 will do).")
+    ] = 0,
+    trees: Annotated[
+        str | Path,
+        BeforeValidator(possible_place),
+        o.option("Parsed sentences (CoNLL-U, also .gz), for syntactic roles."),
+    ]
+    | None = None,
+    against: o.Against | None = None,
+    overwrite: o.Overwrite = False,
+    needle_lengths: o.Lengths = (),
+    card: bool = False,
+    attention: o.Kinds = (),
+    text_column: str | None = None,
+    label_column: str | None = None,
+    seq_len: Length = 512,
+    batch_size: Few = 4,
+    confidence: Level = 0.95,
+    resamples: Few = 1000,
+    dtype: o.Dtype = "auto",
+    seed: Seed = 0,
+    device: o.Device = "auto",
+    placement: o.Placement = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> RolesRecord:
     """Say what every head does, such as induction, with controls and intervals."""
-
-    data: Place = option(DATA, panel=Panel.MAIN)
-    output: Path = output("Folder for roles.json and its pictures.")
-    against: Place | None = option(
-        "The original of a cut model: say which roles were kept, lost and moved.",
-        None,
-        Panel.MAIN,
-    )
-    card: bool = option(
-        "Also write the roles on the model card of MODEL, a result of headprune.",
-        False,
-        Panel.OUTPUT,
-    )
-
-
-def run(options: RolesOptions, context: Context) -> RolesRecord:
-    """Measures them."""
     from headprune.exporting.card import rewrite_card
     from headprune.role.measure import roles
     from headprune.schemas.manifest import read_manifest
 
-    if options.card:
-        read_manifest(Path(options.model))  # refuses early what is no result
-    record = roles(
-        options.model,
-        options.output,
-        options.examples(options.data),
-        options.part(RolesConfig),
-        against=options.against,
-        overwrite=options.overwrite,
-        context=context,
+    config = build(
+        RolesConfig,
+        sequences=sequences,
+        ablation_tokens=ablation_tokens,
+        trees=trees,
+        needle_lengths=needle_lengths,
+        attention=attention,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        confidence=confidence,
+        resamples=resamples,
+        dtype=dtype,
+        seed=seed,
     )
-    if options.card:
-        rewrite_card(Path(options.model), record=record)
+    if card:
+        read_manifest(Path(model))  # refuses early what is no result
+    source = data_config(data, text_column, label_column)
+    original = None if against is None else str(against)
+    record = roles(str(model), Path(output), source, config, original, overwrite, context)
+    if card:
+        rewrite_card(Path(model), record=record)
     return record
-
-
-def show(result: RolesRecord, options: RolesOptions, console: Console) -> None:
-    """Prints the table of heads, and a line per role."""
-    from headprune.console.roles import roles
-
-    roles(console, result, options.output)
-
-
-declare(
-    Command(
-        "roles",
-        Chapter.CHOOSE,
-        RolesOptions,
-        run,
-        show,
-    ),
-)

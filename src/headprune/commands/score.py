@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from headprune.commands.shared import Columns, Loading, Placed, model, of_text, output
-from headprune.config import Place, Replacing, ScoreConfig
+from pydantic import BeforeValidator
+
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
+from headprune.config import ScoreConfig, build
+from headprune.config.values import Few, Seed, listed
 from headprune.context import Allowed, Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
-from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,67 +20,13 @@ if TYPE_CHECKING:
     from headprune.schemas.scores import Scores
 
 
-class ScoreOptions(ScoreConfig, Columns, Replacing, Loading, Placed):
-    """Score every head by one or more criteria, without training."""
-
-    model: Place | None = model(None, "[MODEL]")
-    data: Place | None = option(
-        "Text (or labelled examples) that shows what the heads do.",
-        None,
-        Panel.MAIN,
-    )
-    gates: Path | None = option(
-        "With --criterion gates: folder from train-gates.", None, Panel.INPUT
-    )
-    output: Path | None = output("Folder for the scores.", None)
-    show: Path | None = option("Draw the scores of this folder instead.", None, Panel.OUTPUT)
-    figure: Path | None = option(
-        "With --show: also as .svg or .png, a file per criterion.",
-        None,
-        Panel.OUTPUT,
-    )
-
-
-def run(options: ScoreOptions, context: Context) -> Scores:
-    """Scores, or reads scores to be shown."""
-    if options.show is not None:
-        return _drawn(options, options.show, context)
-    if options.model is None or options.output is None:
-        raise HeadpruneError("score needs a MODEL and --output, the folder for the scores.")
-    from headprune.evidence.score import score
-
-    return score(
-        options.model,
-        options.output,
-        options.part(ScoreConfig),
-        options.source(options.data),
-        options.gates,
-        options.overwrite,
-        context,
-    )
-
-
-def _drawn(options: ScoreOptions, folder: Path, context: Context) -> Scores:
-    from headprune.console.scores import figures
-    from headprune.schemas.scores import read_scores
-
-    found = read_scores(folder)
-    if options.figure is not None:
-        for path in figures(found, options.figure, options.overwrite):
-            context.line(f"Drawn to {path}.", True)
-    return found
-
-
-def show(result: Scores, options: ScoreOptions, console: Console) -> None:
-    """Prints the ranks, and the command that cuts by them."""
+def _show(console: Console, result: Scores, values: Mapping[str, Any]) -> None:
     from headprune.console import next_commands, scores
 
-    if options.model is None or options.output is None:
-        scores.heat_maps(console, result)
-        return
-    allowed = Allowed.by(options)
-    following = next_commands.after_scores(result, options.output, options.model, allowed)
-    scores.scores(console, result, options.output, following)
+    output, model = values["output"], str(values["model"])
+    allowed = Allowed(trust_remote_code=values["trust_remote_code"])
+    following = next_commands.after_scores(result, output, model, allowed)
+    scores.scores(console, result, output, following)
 
 
 def _as_json(result: Scores) -> str:
@@ -86,21 +35,58 @@ def _as_json(result: Scores) -> str:
     return scores_json(result)
 
 
-declare(
-    Command(
-        "score",
-        Chapter.CHOOSE,
-        ScoreOptions,
-        run,
-        show,
-        as_json=_as_json,
-        needs={
-            **dict.fromkeys(ScoreOptions.model_fields.keys() - {"show"}, "!show"),
-            **of_text("data"),
-            **dict.fromkeys(("calibration_tokens", "seq_len", "batch_size"), "data"),
-            "gates": "criterion=gates",
-            "figure": "show",
-            "overwrite": "output | figure",
-        },
-    ),
+@command(
+    Panel.CHOOSE,
+    _show,
+    as_json=_as_json,
+    needs={
+        **dict.fromkeys(("text_column", "label_column", "calibration_tokens", "seq_len"), "data"),
+        "batch_size": "data",
+    },
 )
+def score(
+    model: o.Model,
+    output: o.Output,
+    *,
+    criterion: Annotated[
+        str | Sequence[str],
+        BeforeValidator(listed),
+        o.option(
+            "compensated, gradient, fisher, fluctuation, wanda, reconstruction, leave-one-out, "
+            "confidence, magnitude, random or gates (repeatable)."
+        ),
+    ] = ("compensated",),
+    data: o.Data | None = None,
+    text_column: o.TextColumn | None = None,
+    label_column: o.LabelColumn | None = None,
+    unit: o.Unit | None = None,
+    calibration_tokens: o.Tokens = 16_384,
+    seq_len: o.SeqLen = 512,
+    batch_size: Few = 4,
+    gates: o.File | None = None,
+    attention: o.Kinds = (),
+    dtype: o.Dtype = "auto",
+    seed: Seed = 0,
+    overwrite: o.Overwrite = False,
+    device: o.Device = "auto",
+    placement: o.Placement = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> Scores:
+    """Score every head by one or more criteria, without training."""
+    from headprune.evidence.score import score
+
+    config = build(
+        ScoreConfig,
+        criterion=criterion,
+        unit=unit,
+        attention=attention,
+        calibration_tokens=calibration_tokens,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        dtype=dtype,
+        seed=seed,
+    )
+    folder = None if gates is None else Path(gates)
+    source = o.data_at(data, text_column, label_column)
+    return score(model, Path(output), config, source, folder, overwrite, context)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from headprune.commands.shared import DATA, Columns, Loading, OnDevice, OneModel, output
-from headprune.config import (
-    Place,
-    Resuming,
-    TrainGatesConfig,
-)
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
+from headprune.config import Resuming, TrainGatesConfig, build
+from headprune.config.data import data_config
+from headprune.config.values import Kept, Positive, Seed, Steps
 from headprune.context import Allowed, Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,58 +19,88 @@ if TYPE_CHECKING:
     from headprune.gates.train_gates import GatesRun
 
 
-class TrainGatesOptions(OneModel, TrainGatesConfig, Columns, Resuming, Loading, OnDevice):
-    """Train a gate on every head, towards an exact number of heads."""
-
-    data: Place = option(DATA, panel=Panel.MAIN)
-    output: Path = output("Folder for the gates.")
-    shard: bool = option(
-        "Split the model over the processes that torchrun started, so that each holds a part of "
-        "every layer.",
-        False,
-        Panel.TRAINING,
-    )
-
-
-def run(options: TrainGatesOptions, context: Context) -> GatesRun:
-    """Trains them."""
-    from headprune.gates.train_gates import train_gates
-
-    return train_gates(
-        options.model,
-        options.examples(options.data),
-        options.output,
-        options.part(TrainGatesConfig),
-        options.part(Resuming),
-        context,
-    )
-
-
-def show(result: GatesRun, options: TrainGatesOptions, console: Console) -> None:
-    """Prints what stays, and the command that cuts the rest."""
+def _show(console: Console, result: GatesRun, values: Mapping[str, Any]) -> None:
+    from headprune.config import Dtype
     from headprune.console import next_commands, results
 
-    allowed = Allowed.by(options)
-    following = next_commands.after_gates(result, options.model, options.dtype, allowed)
-    results.gates_run(console, result, following)
+    model, dtype = str(values["model"]), Dtype(values["dtype"])
+    allowed = Allowed(trust_remote_code=values["trust_remote_code"])
+    results.gates_run(console, result, next_commands.after_gates(result, model, dtype, allowed))
 
 
-declare(
-    Command(
-        "train-gates",
-        Chapter.CHOOSE,
-        TrainGatesOptions,
-        run,
-        show,
-        as_json=lambda result: result.metadata.model_dump_json(indent=2),
-        needs={
-            **dict.fromkeys(
-                ("gate_lr", "temperature", "init_log_alpha", "finetune_fraction"), "!method=refit"
-            ),
-            "sparsity_warmup": "!method=refit & target_heads",
-            "weight_lr": "train=attention | train=all",
-            "epochs": "!steps",
-        },
-        together=True,
-    ),
+@command(
+    Panel.CHOOSE,
+    _show,
+    as_json=lambda result: result.metadata.model_dump_json(indent=2),
+    together=True,
 )
+def train_gates(
+    model: o.Model,
+    output: o.Output,
+    *,
+    data: o.Data,
+    text_column: o.TextColumn | None = None,
+    label_column: o.LabelColumn | None = None,
+    target_heads: Annotated[
+        Kept, o.option("Heads to keep: a share (0.75; 1.0 is all) or a count (202; 1 is one).")
+    ]
+    | None = None,
+    steps: o.Steps | None = None,
+    unit: o.Unit | None = None,
+    method: Annotated[
+        Literal["auto", "refit", "l0"],
+        o.option("refit: scores, refit of W_O, trained factors. l0: hard-concrete gates."),
+    ] = "auto",
+    train: Annotated[
+        Literal["gates", "attention", "all"],
+        o.option("Weights that are trained beside the gates.", panel=o.TRAINING),
+    ] = "gates",
+    objective: Literal["auto", "lm", "mlm", "distill", "lm+distill", "task"] = "auto",
+    l0_penalty: Positive | None = None,
+    batch_size: o.BatchSize = 4,
+    seq_len: o.TrainSeqLen = 256,
+    epochs: Positive = 1.0,
+    gate_lr: Positive = 0.5,
+    scale_lr: Positive = 0.02,
+    weight_lr: Positive = 5e-5,
+    temperature: Positive = 2 / 3,
+    gradient_checkpointing: bool = False,
+    attention: o.Kinds = (),
+    dtype: o.Dtype = "auto",
+    seed: Seed = 0,
+    save_every: Steps | None = None,
+    shard: o.Shard = False,
+    resume: o.Resume = False,
+    overwrite: o.Overwrite = False,
+    device: o.Device = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> GatesRun:
+    """Train a gate on every head, towards an exact number of heads."""
+    from headprune.gates.train_gates import train_gates
+
+    config = build(
+        TrainGatesConfig,
+        target_heads=target_heads,
+        l0_penalty=l0_penalty,
+        steps=steps,
+        unit=unit,
+        method=method,
+        train=train,
+        objective=objective,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        epochs=epochs,
+        gate_lr=gate_lr,
+        scale_lr=scale_lr,
+        weight_lr=weight_lr,
+        temperature=temperature,
+        gradient_checkpointing=gradient_checkpointing,
+        attention=attention,
+        dtype=dtype,
+        seed=seed,
+        save_every=save_every,
+    )
+    source = data_config(data, text_column, label_column)
+    resuming = Resuming(overwrite=overwrite, resume=resume)
+    return train_gates(model, source, Path(output), config, resuming, context)

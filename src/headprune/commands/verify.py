@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
-from headprune.commands.shared import Placed, Trust
-from headprune.config import Place
+from headprune.commands import options as o
+from headprune.commands.command import Panel, command
 from headprune.context import Context
-from headprune.declaration import Chapter, Command, Panel, declare, option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,38 +16,24 @@ if TYPE_CHECKING:
     from headprune.proof.verify import Verification
 
 
-class VerifyOptions(Trust, Placed):
-    """Verify a result again: hashes, load routes, and outputs against the stored outputs."""
-
-    folder: Path = option(
-        "A folder that headprune wrote.", panel=Panel.INPUT, positional=True, metavar="FOLDER"
-    )
-    against: Place | None = option(
-        "The model it was made from: compare with its gated form in full.", None, Panel.MAIN
-    )
-
-
-def run(options: VerifyOptions, context: Context) -> Verification:
-    """Proves it."""
-    from headprune.proof.verify import verify
-
-    return verify(options.folder, options.against, options.trust_remote_code, context.stage)
-
-
-def show(result: Verification, options: VerifyOptions, console: Console) -> None:
-    """Prints check by check."""
+def _show(console: Console, result: Verification, values: Mapping[str, Any]) -> None:
     from headprune.console.results import verification
 
     verification(console, result)
 
 
-declare(
-    Command(
-        "verify",
-        Chapter.JUDGE,
-        VerifyOptions,
-        run,
-        show,
-        exit_code=lambda result: 0 if result.passed else 1,
-    ),
-)
+@command(Panel.JUDGE, _show, config=False, exit_code=lambda result: 0 if result.passed else 1)
+def verify(
+    folder: Annotated[o.File, o.argument("FOLDER", "A folder that headprune wrote.")],
+    *,
+    against: o.Against | None = None,
+    device: str = "auto",
+    placement: o.Placement = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> Verification:
+    """Verify a result again: hashes, load routes, and outputs against the stored outputs."""
+    from headprune.proof.verify import verify
+
+    remote = context.allowed.trust_remote_code
+    return verify(Path(folder), None if against is None else str(against), remote, context.stage)

@@ -201,17 +201,19 @@ class _Compression:
         with reserved(beside(output, "{}-candidates")) as work:
             work.mkdir()
             job = self._job(work)
-            best = self._written(self._best(job, selection), work / "best")
-            if config.heal_steps is not None:
-                best = self._healed(best, job, selection, config.heal_steps)
-            choice = selection.concluded()
-            manifest = amend_manifest(best.output, choice=choice)
-            write_card(best.output, output.name, best.plan, manifest)
-            with whole_folder(output) as folder:
-                for entry in best.output.iterdir():
-                    entry.rename(folder / entry.name)
-        done = replace(best, output=output, manifest=manifest)
-        return Compressed(done, choice, self._unseen_beyond(done))
+            best = self._best(job, selection)
+            if config.heal_steps is None:
+                done = self._written(best, output, selection.concluded())
+            else:
+                done = self._healed(best, job, selection, work)
+                choice = selection.concluded()
+                manifest = amend_manifest(done.output, choice=choice)
+                write_card(done.output, output.name, done.plan, manifest)
+                with whole_folder(output) as folder:
+                    for entry in done.output.iterdir():
+                        entry.rename(folder / entry.name)
+                done = replace(done, output=output, manifest=manifest)
+        return Compressed(done, selection.concluded(), self._unseen_beyond(done))
 
     def _job(self, work: Path) -> Job:
         config, healing = self.config, self._healing()
@@ -252,9 +254,9 @@ class _Compression:
             raise PlanError(f"No candidate comes to the goal, {job.goal.said}. {name}: {why}")
         return best
 
-    def _written(self, best: Proposal, folder: Path) -> Pruned:
+    def _written(self, best: Proposal, folder: Path, choice: ModelChoice | None = None) -> Pruned:
         """Write the best candidate; its record names the text, not the file it was mixed in."""
-        changes = best.changes
+        changes = replace(best.changes, choice=choice)
         if changes.refit is not None:
             named = changes.refit.model_copy(update={"data": self.named})
             changes = replace(changes, refit=named)
@@ -279,10 +281,12 @@ class _Compression:
             HealConfig, steps=steps, seq_len=length, batch_size=usual.batch_size
         )
 
-    def _healed(self, best: Pruned, job: Job, selection: Selection, steps: int) -> Pruned:
-        """The best one healed, if that brings it nearer to the original."""
+    def _healed(self, proposal: Proposal, job: Job, selection: Selection, work: Path) -> Pruned:
+        """Write the best candidate and heal it; return the one nearer to the original."""
+        best = self._written(proposal, work / "best")
         healing, unhealed = self._healing(), selection.contenders[0]
-        assert healing is not None  # as there are steps
+        assert healing is not None
+        steps = healing.steps
         name, began = f"{unhealed.name}, healed {steps} steps", time.monotonic()
         self.context.whole(len(self.candidates), self.parts)
         try:

@@ -1,145 +1,17 @@
-"""What the stages of the work are asked to do: frozen, validated, written beside every result."""
+"""Settings of the library: frozen, validated, written beside every result."""
 
-from headprune.config.compressing import CompressConfig
-from headprune.config.cutting import (
-    BudgetConfig,
-    ConvertConfig,
-    Grouping,
-    LayoutOption,
-    PlanConfig,
-    ProofOption,
-    Target,
-    Targeted,
-)
-from headprune.config.data import (
-    AnyDomains,
-    CalibrationConfig,
-    DataConfig,
-    Domain,
-    Domains,
-    data_configs,
-    domain_name,
-    sequences_per_pass,
-)
-from headprune.config.exporting import ExportConfig, ExportDtype, ExportProofBy
-from headprune.config.measuring import (
-    NEEDLE_DEPTHS,
-    NEEDLE_LENGTHS,
-    CheckConfig,
-    EvaluateConfig,
-    NeedleConfig,
-    RanksConfig,
-    RecallConfig,
-    RolesConfig,
-)
-from headprune.config.scoring import ScoreConfig
-from headprune.config.sweeping import SweepConfig
-from headprune.config.training import (
-    HealConfig,
-    HealObjective,
-    HealOptimizer,
-    HealTrain,
-    Method,
-    Objective,
-    Train,
-    TrainGatesConfig,
-)
-from headprune.config.values import (
-    COMPUTED,
-    MEASURED,
-    MOST_STEPS,
-    NUMBER,
-    WRITTEN,
-    Amount,
-    Batches,
-    CommaNames,
-    Count,
-    Dtype,
-    Few,
-    Kept,
-    KvHeads,
-    Length,
-    Memory,
-    Names,
-    Place,
-    Positive,
-    Seed,
-    ShardSize,
-    Steps,
-    kv_head_counts,
-    memory_bytes,
-    one_or_all,
-    possible_place,
-    share_or_count,
-)
-from headprune.config.writing import Replacing, Resuming, Writing
-
-__all__ = [
-    "COMPUTED",
-    "MEASURED",
-    "MOST_STEPS",
-    "NEEDLE_DEPTHS",
-    "NEEDLE_LENGTHS",
-    "NUMBER",
-    "WRITTEN",
-    "Amount",
-    "AnyDomains",
-    "Batches",
-    "BudgetConfig",
-    "CalibrationConfig",
-    "CheckConfig",
-    "CommaNames",
-    "CompressConfig",
-    "ConvertConfig",
-    "Count",
-    "DataConfig",
-    "Domain",
-    "Domains",
-    "Dtype",
-    "EvaluateConfig",
-    "ExportConfig",
-    "ExportDtype",
-    "ExportProofBy",
-    "Few",
-    "Grouping",
-    "HealConfig",
-    "HealObjective",
-    "HealOptimizer",
-    "HealTrain",
-    "Kept",
-    "KvHeads",
-    "LayoutOption",
-    "Length",
-    "Memory",
-    "Method",
-    "Names",
-    "NeedleConfig",
-    "Objective",
-    "Place",
-    "PlanConfig",
-    "Positive",
-    "ProofOption",
-    "RanksConfig",
-    "RecallConfig",
-    "Replacing",
-    "Resuming",
-    "RolesConfig",
-    "ScoreConfig",
-    "Seed",
-    "ShardSize",
-    "Steps",
-    "SweepConfig",
-    "Target",
-    "Targeted",
-    "Train",
-    "TrainGatesConfig",
-    "Writing",
-    "data_configs",
-    "domain_name",
-    "kv_head_counts",
-    "memory_bytes",
-    "one_or_all",
-    "possible_place",
-    "sequences_per_pass",
-    "share_or_count",
-]
+from headprune.config.base import Settings as Settings
+from headprune.config.base import build as build
+from headprune.config.data import CalibrationConfig as CalibrationConfig
+from headprune.config.data import DataConfig as DataConfig
+from headprune.config.data import Domain as Domain
+from headprune.config.data import Domains as Domains
+from headprune.config.data import data_config as data_config
+from headprune.config.data import data_configs as data_configs
+from headprune.config.data import domains as domains
+from headprune.config.data import sequences_per_pass as sequences_per_pass
+from headprune.config.stages import *  # noqa: F403  (every name of it is a setting)
+from headprune.config.values import MOST_STEPS as MOST_STEPS
+from headprune.config.values import Amount as Amount
+from headprune.config.values import Count as Count
+from headprune.config.values import Dtype as Dtype

@@ -1,4 +1,4 @@
-"""Where examples come from, and how much of them shows what heads do."""
+"""Where examples come from, and how much of them is read."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from headprune.config.values import COMPUTED, Count, Dtype, Few, Length, Place, Seed
-from headprune.declaration import Options, Panel, option
+from headprune.config.base import Settings, build
+from headprune.config.values import Dtype, Few, Length, Place, Seed, Tokens
 
 
-class DataConfig(Options):
-    """Where examples come from."""
+class DataConfig(Settings):
+    """Where examples come from: a file, a folder or a hub id.
 
-    source: Place = option(
-        "A text, JSONL, CSV, TSV or parquet file (also .gz), a folder of them, or a hub id such as "
-        "wikitext:wikitext-2-raw-v1."
-    )
-    split: str = option("Split of a hub data set.", "train")
-    text_column: str | None = option(
-        "Column with the text; two, comma-separated, for pairs. Default: the one named 'text', or "
-        "the only one that holds text.",
-        None,
-    )
-    label_column: str | None = option("Column with the label or the similarity score.", None)
+    Attributes:
+        text_column: Column with the text; two, comma-separated, for pairs.
+        label_column: Column with the label or the similarity score.
+    """
+
+    source: Place
+    split: str = "train"
+    text_column: str | None = None
+    label_column: str | None = None
 
     @property
     def pairs(self) -> bool:
@@ -34,8 +32,21 @@ class DataConfig(Options):
         return "," in (self.text_column or "")
 
 
-class Domain(Options):
-    """Data with a name, which the metrics of all but the first carry in brackets."""
+def data_config(
+    place: str | Path, text_column: str | None, label_column: str | None, split: str = "train"
+) -> DataConfig:
+    """Return the data at a place; a split may stand behind "@", as in ``wikitext@test``."""
+    source = str(place)
+    name, at, given = source.rpartition("@")
+    if at and name and "/" not in given and not Path(source).exists():
+        source, split = name, given
+    return DataConfig(
+        source=source, split=split, text_column=text_column, label_column=label_column
+    )
+
+
+class Domain(Settings):
+    """Data with a name; metrics of all but the first carry it in brackets."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     source: Place
@@ -45,47 +56,40 @@ class Domain(Options):
 
 
 def data_configs(domains: Sequence[Domain], shared: DataConfig) -> dict[str, DataConfig]:
-    """Where the examples of domains come from; what one does not say, ``shared`` says for all."""
-    said = {
-        domain.name: domain.model_dump(exclude={"name"}, exclude_none=True) for domain in domains
+    """Return the data of domains; ``shared`` says what they leave open."""
+    return {
+        each.name: data_config(
+            each.source,
+            each.text_column or shared.text_column,
+            each.label_column or shared.label_column,
+            each.split or shared.split,
+        )
+        for each in domains
     }
-    return {name: shared.model_copy(update=own) for name, own in said.items()}
 
 
-def named(value: object) -> object:
-    """One place or several, each with or without a name, as a list of domains."""
+def _named(value: object) -> object:
+    """Read one place or several, each with or without a name, as a list of domains."""
     if isinstance(value, Mapping):
-        return [_named(place, str(name)) for name, place in value.items()]
+        return [_domain(place, str(name)) for name, place in value.items()]
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_named(one) for one in value]
-    return [_named(value)]
+        return [_domain(each) for each in value]
+    return [_domain(value)]
 
 
-def _named(place: Any, name: str | None = None) -> Any:
-    """A domain: without a name it has that of its file; a place with "=" in it is none with one."""
+def _domain(place: Any, name: str | None = None) -> Any:
     if isinstance(place, Mapping):
         return place if name is None else {"name": name, **place}
     if not isinstance(place, str | Path):
         return place
-    said = re.fullmatch(r"([\w.-]+)=(.+)", str(place), re.DOTALL)
-    if name is None and said is not None and not Path(place).exists():
-        name, place = said.groups()
-    return {"name": name or _stem(str(place)), "source": place}
+    match = re.fullmatch(r"([\w.-]+)=(.+)", str(place), re.DOTALL)
+    if name is None and match is not None and not Path(place).exists():
+        name, place = match.groups()
+    stem = Path(str(place).removesuffix(".gz")).stem
+    return {"name": name or re.sub(r"[^\w.-]+", "-", stem) or "data", "source": place}
 
 
-def _stem(place: str) -> str:
-    """The name of a file without its endings, or of a data set."""
-    path = Path(place)
-    stem = Path(path.stem).stem if path.suffix == ".gz" else path.stem
-    return domain_name(stem)
-
-
-def domain_name(said: str) -> str:
-    """The same of signs that the name of a domain can have."""
-    return re.sub(r"[^\w.-]+", "-", said) or "data"
-
-
-def _apart(domains: tuple[Domain, ...]) -> tuple[Domain, ...]:
+def _distinct(domains: tuple[Domain, ...]) -> tuple[Domain, ...]:
     names = [domain.name for domain in domains]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -93,29 +97,35 @@ def _apart(domains: tuple[Domain, ...]) -> tuple[Domain, ...]:
     return domains
 
 
-AnyDomains = Annotated[tuple[Domain, ...], BeforeValidator(named), AfterValidator(_apart)]
-Domains = Annotated[AnyDomains, Field(min_length=1)]
+Domains = Annotated[tuple[Domain, ...], BeforeValidator(_named), AfterValidator(_distinct)]
+
+
+class _Texts(Settings):
+    data: Domains
+
+
+def domains(data: object) -> tuple[Domain, ...]:
+    """Read one place or several, each with or without a name.
+
+    Raises:
+        HeadpruneError: If a name is wrong, or two are the same.
+    """
+    return build(_Texts, data=data).data
+
 
 _USUAL = 512  # tokens of a sequence
-FEWER_LONG = f", fewer of those with more than {_USUAL} tokens"
 
 
 def sequences_per_pass(batch_size: int, length: int) -> int:
-    """Of long sequences fewer, as the memory of a pass grows with its tokens."""
+    """Return fewer of long sequences, as the memory of a pass grows with its tokens."""
     return max(1, batch_size * min(length, _USUAL) // length)
 
 
-class CalibrationConfig(Options):
-    """Which part of the data shows what the heads do."""
+class CalibrationConfig(Settings):
+    """How much of the data is read; ``dtype`` is that of the computation."""
 
-    calibration_tokens: Annotated[Count, Field(ge=2)] = option(
-        "How much of the text is used, spread evenly.", 16_384, Panel.CALIBRATION
-    )
-    seq_len: Length = option(
-        "Tokens per sequence, about as many as the model will see.", 512, Panel.CALIBRATION
-    )
-    batch_size: Few = option(
-        f"Sequences per pass{FEWER_LONG}; no result depends on it.", 4, Panel.CALIBRATION
-    )
-    dtype: Dtype = option(COMPUTED, Dtype.AUTO)
-    seed: Seed = option("Seed of masked positions and of what is random.", 0)
+    calibration_tokens: Tokens = 16_384
+    seq_len: Length = 512
+    batch_size: Few = 4
+    dtype: Dtype = Dtype.AUTO
+    seed: Seed = 0

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from headprune.evaluation.report import ModelReport, Report
     from headprune.family.capabilities import Capability
     from headprune.model.inspection import Inspection
-from headprune.console.ranks import ranks
 from headprune.console.tables import folded, module_table, narrow, table
 from headprune.evaluation.metrics import label, spec_of
 
@@ -50,8 +49,6 @@ def inspection(console: Console, report: Inspection) -> None:
     console.print(f"Default unit: {report.unit.value} ({report.units} of them).")
     for note in report.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
-    if report.ranks is not None:
-        ranks(console, report, report.ranks)
 
 
 def families(console: Console, rows: list[Capability]) -> None:

@@ -27,10 +27,10 @@ def after_cut(result: Pruned) -> str | None:
     if made is None or made.command == "migrate" or result.manifest.auto_class not in _ON_TEXT:
         return None
     original = made.options.get("teacher", made.options.get("model"))
-    allowed = {
-        name: made.options.get(name) or None for name in ("trust_remote_code", "drop_unexpected")
-    }
-    return command("evaluate", result.output, data="TEXT", against=original, **allowed)
+    remote = made.options.get("trust_remote_code") or None
+    return command(
+        "evaluate", result.output, data="TEXT", against=original, trust_remote_code=remote
+    )
 
 
 def after_gates(run: GatesRun, model: str, dtype: Dtype, allowed: Allowed) -> str:
@@ -38,11 +38,11 @@ def after_gates(run: GatesRun, model: str, dtype: Dtype, allowed: Allowed) -> st
     return command(
         "prune",
         model,
+        _free(run.output),
         gates=run.output,
-        output=_free(run.output),
         layout="ragged" if run.ragged else None,
-        dtype=_chosen(dtype),
-        **vars(allowed),
+        config=_chosen(dtype),
+        trust_remote_code=allowed.trust_remote_code,
     )
 
 
@@ -52,12 +52,12 @@ def after_scores(scores: Scores, output: Path, model: str, allowed: Allowed) -> 
     return command(
         "prune",
         model,
+        _free(output),
         scores=output,
         criterion=names[0] if len(names) > 1 else None,
         keep=KEEP,
-        output=_free(output),
         **_as_scored(scores.metadata),
-        **vars(allowed),
+        trust_remote_code=allowed.trust_remote_code,
     )
 
 
@@ -67,41 +67,34 @@ def after_plan(planned: Planned, output: Path, model: str, allowed: Allowed) -> 
     return command(
         "prune",
         model,
+        _free(output.with_suffix("")),
         plan=output,
-        output=_free(output.with_suffix("")),
         **_as_scored(made),
-        **vars(allowed),
+        trust_remote_code=allowed.trust_remote_code,
     )
 
 
 def _as_scored(made: ScoresMetadata) -> dict[str, Any]:
     """Options of prune that go with scores: a refit on the same text, the same dtype."""
     options: dict[str, Any] = {"layout": "ragged" if made.ragged else None}
+    settings = _chosen(made.calibration.dtype)
     if made.data is not None and made.refits:
         used, usual = made.calibration, CalibrationConfig()
-        options |= {
-            "refit": made.data.source,
-            "calibration_tokens": used.calibration_tokens
-            if used.calibration_tokens != usual.calibration_tokens
-            else None,
-            "seq_len": used.seq_len if used.seq_len != usual.seq_len else None,
-            **columns(made.data),
+        same = {
+            name: getattr(used, name)
+            for name in ("calibration_tokens", "seq_len")
+            if getattr(used, name) != getattr(usual, name)
         }
-    return {**options, "dtype": _chosen(made.calibration.dtype)}
+        if made.data.text_column is not None:
+            same["text_column"] = made.data.text_column
+        settings += tuple(f"{name}={value}" for name, value in same.items())
+        split = "" if made.data.split == DataConfig(source="").split else f"@{made.data.split}"
+        options["refit"] = made.data.source + split
+    return {**options, "config": settings}
 
 
-def columns(data: DataConfig) -> dict[str, Any]:
-    """Options that say which part of the data is meant."""
-    usual = DataConfig(source="").split
-    return {
-        "split": data.split if data.split != usual else None,
-        "text_column": data.text_column,
-        "label_column": data.label_column,
-    }
-
-
-def _chosen(dtype: Dtype) -> Dtype | None:
-    return None if dtype is Dtype.AUTO else dtype
+def _chosen(dtype: Dtype) -> tuple[str, ...]:
+    return () if dtype is Dtype.AUTO else (f"dtype={dtype.value}",)
 
 
 def _free(evidence: Path) -> Path:

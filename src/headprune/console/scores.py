@@ -1,4 +1,4 @@
-"""Scores, plans and sweeps as tables and pictures for a terminal."""
+"""Scores and plans as tables and pictures for a terminal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from headprune.console.figures import claimed_figures
 from headprune.console.tables import module_table, next_line, plan_picture, table
-from headprune.evaluation.metrics import label, spec_of
 
 if TYPE_CHECKING:
     from headprune.planning.plan import Planned
     from headprune.schemas.scores import Scores
-    from headprune.schemas.sweeps import Point, Sweep
 
 SHADES = "·░▒▓█"  # from the heads that would go first to those that would go last
 
@@ -57,29 +54,6 @@ def heat_maps(console: Console, scores: Scores) -> None:
     console.print(f"[bright_black]{SHADES[0]} would go first, {SHADES[-1]} last[/]")
 
 
-def figures(scores: Scores, path: Path, overwrite: bool) -> list[Path]:
-    """Draws every criterion into a file of its own; returns the files.
-
-    Raises:
-        HeadpruneError: If the suffix is none that can be drawn, or a file exists and must not be
-            replaced.
-    """
-    from headprune.io.figures import heat_map, save
-
-    with claimed_figures(path, scores.scores, overwrite) as files:
-        for name, file in files.items():
-            rows = _by_module(scores, _ranks(scores.scores[name]))
-            figure = heat_map(
-                [ranks for _, ranks in rows],
-                [module for module, _ in rows],
-                f"{name}: {scores.metadata.model.name}",
-                value_label="rank among all",
-                column_label=scores.metadata.unit.value,
-            )
-            save(figure, file)
-    return list(files.values())
-
-
 def planned(console: Console, result: Planned, output: Path | None, next_command: str) -> None:
     """The plan, drawn, what it spends of every budget, and the command that comes next."""
     plan_picture(console, result.plan)
@@ -113,32 +87,6 @@ def roles_lost(console: Console, lost: Sequence[str] | None) -> None:
         console.print(f"[yellow]No head stays of these roles:[/] {', '.join(lost)}.")
     elif lost is not None:
         console.print("Every role that heads have keeps one.")
-
-
-def sweep(console: Console, result: Sweep, output: Path) -> None:
-    """Quality against size, the Pareto front marked."""
-    others = [name for name in result.base.metrics if name != result.metric and _is_listed(name)]
-    metrics = [escape(label(name)) for name in (result.metric, *others)]
-    grid = table("criterion", "refit", "heads", "parameters", *metrics, "", numbers_from=2)
-    grid.add_row("(the model)", "", *_row(result.base, None, others), "")
-    for point in result.points:
-        ratio = None if result.base.quality == 0 else point.quality / result.base.quality
-        marked = "front" if point.name in result.front else ""
-        refit = "yes" if point.refit else ""
-        grid.add_row(escape(point.criterion), refit, *_row(point, ratio, others), marked)
-    console.print(grid)
-    console.print(f"Table, JSON and plot are in {escape(str(output))}.")
-
-
-def _is_listed(name: str) -> bool:
-    spec = spec_of(name)
-    return spec.leads or spec.beside
-
-
-def _row(point: Point, ratio: float | None, others: Sequence[str]) -> tuple[str, ...]:
-    times = "" if ratio is None else f" ({ratio:.3f} x)"
-    rest = (f"{point.metrics[n]:.4f}" if n in point.metrics else "-" for n in others)
-    return f"{point.query_heads:,}", f"{point.parameters:,}", f"{point.quality:.4f}{times}", *rest
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,7 @@ def label_texts(table: Dataset, column: str) -> Callable[[dict[str, list[Any]]],
         except ValueError:  # test sets without labels have -1 there
             raise DataError(
                 f"--label-column {column}: a row has none of the labels "
-                f"{', '.join(feature.names)}. Give labelled data, such as another --split."
+                f"{', '.join(feature.names)}. Give labelled data, such as another split."
             ) from None
 
     return texts

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from headprune import devices, processes
 from headprune.config import DataConfig, HealConfig, HealObjective, HealTrain, Resuming, Writing
 from headprune.context import Context
@@ -123,8 +121,8 @@ def _objective(config: HealConfig, task: str) -> HealObjective:
     causal = task == "causal-lm"
     if config.objective is HealObjective.LM_DISTILL and not causal:
         raise HeadpruneError(
-            f"--objective lm+distill is for causal language models, and the task of this one is "
-            f"{task}. Use --objective distill."
+            f"objective lm+distill is for causal language models, and the task of this one is "
+            f"{task}. Use objective distill."
         )
     if config.objective is HealObjective.AUTO:
         return HealObjective.LM_DISTILL if causal else HealObjective.DISTILL
@@ -217,7 +215,7 @@ def _written(
 
 def _remedies(config: HealConfig, bf16: bool) -> tuple[str, str]:
     """Return advice where a number is not finite: before, and after training."""
-    precision = "try --no-bf16, or " if bf16 else ""
+    precision = "try bf16=false, or " if bf16 else ""
     return (
         f"Nothing was trained yet: {precision}look at both models with 'headprune evaluate', and "
         "at the text.",
@@ -238,26 +236,24 @@ def _resume_command(
     """Return how a user resumes: the command, which may have been another one that heals too."""
     if processes.count() > 1:  # how they were started is not known here
         return "Continue with the same command and --resume."
+    usual = DataConfig(source=data.source, split=data.split)
+    changed = {
+        name: getattr(value, "value", value)
+        for now, then in ((data, usual), (config, HealConfig(steps=config.steps)))
+        for name, value in now
+        if value != getattr(then, name)
+    }
     line = command(
         "heal",
         model,
+        output,
         teacher=teacher,
-        data=data.source,
-        output=output,
-        **_changed(data, DataConfig(source=data.source)),
-        **{"steps": config.steps, **_changed(config, HealConfig(steps=config.steps))},
-        **vars(context.allowed),
+        data=data.source if data.split == "train" else f"{data.source}@{data.split}",
+        steps=config.steps,
+        config=tuple(f"{name}={value}" for name, value in changed.items()),
+        trust_remote_code=context.allowed.trust_remote_code,
         overwrite=rerun.overwrite,
         device=devices.asked(),
         resume=True,
     )
     return f"Continue with: {line}"
-
-
-def _changed(config: BaseModel, usual: BaseModel) -> dict[str, Any]:
-    """Return settings that are not the usual ones, as options; a False one as ``no_...``."""
-    changed = {name: value for name, value in config if value != getattr(usual, name)}
-    return {
-        f"no_{name}" if value is False else name: True if value is False else value
-        for name, value in changed.items()
-    }

@@ -30,12 +30,12 @@ def resolved(config: HealConfig) -> HealConfig:
     known, asked = hasattr(torch.optim, "Muon"), config.optimizer
     if asked is HealOptimizer.MUON and not known:
         raise HeadpruneError(
-            f"--optimizer muon needs torch 2.9 or newer, and this is {torch.__version__}. "
-            "Install that, or use --optimizer adamw."
+            f"--config optimizer=muon needs torch 2.9 or newer, and this is {torch.__version__}. "
+            "Install that, or use --config optimizer=adamw."
         )
     if asked is HealOptimizer.MUON and in_shards():
         raise HeadpruneError(
-            "--optimizer muon takes matrices whole, and --shard splits them. Use --optimizer "
+            "--config optimizer=muon takes matrices whole, and --shard splits them. Use optimizer "
             "adamw, or leave out --shard."
         )
     if asked is HealOptimizer.AUTO:

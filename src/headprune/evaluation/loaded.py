@@ -195,7 +195,7 @@ def load(
         if devices.emulates(dtype := dtype_name(net.dtype)):
             devices.remark(
                 f"'{name}' is measured in {dtype}, which this CPU only emulates: "
-                "--dtype float32 is several times as fast."
+                "--config dtype=float32 is several times as fast."
             )
         with alone_on_device(net):
             refuse_not_finite(net, name)

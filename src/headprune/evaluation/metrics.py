@@ -33,7 +33,7 @@ class MetricSpec:
         columns: What it is made of, per sequence or example; see ``Samples``.
         formula: From columns and rows to the metric; None where it is no function of single ones.
         compared: How the value of a model is compared with that of its base; None for not at all.
-        leads: Whether sweeps and reports draw it, where a model has it.
+        leads: Whether reports draw it, where a model has it.
         beside: Whether sweeps list it beside what leads.
         of_two: Whether it needs the original beside the model.
     """

@@ -74,7 +74,7 @@ def needles(
     if most is not None and lengths[-1] > most:
         raise DataError(
             f"A needle in {lengths[-1]:,} tokens: model and tokenizer take {most:,} at most. Give "
-            "shorter --needle-lengths."
+            "shorter needle_lengths."
         )
 
     def of_length(tokens: int) -> Dataset:
@@ -88,7 +88,7 @@ def needles(
     if not len(texts):
         raise DataError(
             f"A needle in {lengths[-1]:,} tokens: the text has fewer. Give more text, or shorter "
-            "--needle-lengths."
+            "needle_lengths."
         )
     draw, found = np.random.default_rng(seed), []
     first = len(around(tokenizer).before)
@@ -124,7 +124,7 @@ def _hidden(
     if room < _LEAST_TEXT:
         raise DataError(
             f"A needle in {length:,} tokens: with its question it takes {length - room}, and "
-            f"{_LEAST_TEXT} of text are needed besides. Give --needle-lengths of "
+            f"{_LEAST_TEXT} of text are needed besides. Give needle_lengths of "
             f"{length - room + _LEAST_TEXT} or more."
         )
     before = first + round(depth * room)

@@ -265,6 +265,6 @@ def _finite(values: Tensor, what: str) -> Tensor:
     if bool(damaged.any()):
         raise DataError(
             f"The {what} {int(damaged.nonzero()[0])} is not finite: the model overflows in this "
-            "dtype or its weights are damaged. Try --dtype float32."
+            "dtype or its weights are damaged. Try --config dtype=float32."
         )
     return values

@@ -51,7 +51,7 @@ def refuse_unfit(
         raise HeadpruneError(
             f"There is no metric for the head of a {type(nets[0]).__name__} ({task}) here. "
             "Evaluate it with a script of its task, or evaluate the model below its head: put the "
-            "class that AutoModel gives into the config.json of a copy (--drop-unexpected)."
+            "class that AutoModel gives into the config.json of a copy with drop_unexpected."
         )
     if task in CLASSIFIERS and examples.labels is None:
         raise DataError(

@@ -188,7 +188,7 @@ def merged_of(
     if becomes_twin and residency_of(net) is not None:
         raise PlanError(
             "With one KV head this model becomes one of another class, which is made of all its "
-            "weights at once. Give --placement whole."
+            "weights at once. Give --config placement=whole."
         )
     context.stage("testing the verification")
     refuse_unprovable(net, _plan(model, {}))

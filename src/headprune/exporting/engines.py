@@ -46,7 +46,7 @@ def serving(manifest: Manifest, folder: Path, called: Path) -> Iterator[tuple[st
     shapes = shapes_in(manifest)
     if shapes <= TARGETS[Target.LLAMA_CPP].holds(net):
         out = called.with_name(f"{called.name}-gguf")
-        export = command("export", called, to="gguf", output=out)
+        export = command("export", called, out, to="gguf")
         yield "llama.cpp", f"{export} && llama-server -m {shlex.quote(str(out / 'model.gguf'))}"
     if shapes <= TARGETS[Target.VLLM].holds(net):
         yield "vLLM", _vllm(called, shapes)
@@ -60,5 +60,5 @@ def _vllm(folder: Path, shapes: frozenset[str]) -> str:
     if not shapes & {RAGGED, EMPTY}:
         return f"vllm serve {quoted} {flags}"
     out = folder.with_name(f"{folder.name}-vllm")
-    export = command("export", folder, to="vllm", output=out)
+    export = command("export", folder, out, to="vllm")
     return f"{export} && vllm serve {shlex.quote(str(out))} {flags}"

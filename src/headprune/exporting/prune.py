@@ -73,7 +73,7 @@ def propose_removal(
     edit, judged = Edit(chosen.plan, chosen.weights), JudgedRefit(None, None)
     if (refit is not None or chosen.weights) and writing.proof is ProofOption.TENSORS:
         raise PlanError(
-            "--proof tensors compares the result with the checkpoint, and --refit and gates with "
+            "proof=tensors compares the result with the checkpoint, and --refit and gates with "
             "trained weights change weights. Leave it out."
         )
     warnings = _unrefitted(chosen.evidence.criterion, edit)

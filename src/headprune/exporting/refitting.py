@@ -110,7 +110,7 @@ def _worth(
                 distances[number].append(float(distance(outputs(net, batch), wanted, batch, head)))
     if not math.isfinite(sum(map(sum, distances))):
         raise DataError(
-            "The outputs of the cut model on held-out sequences are not finite. Try --dtype "
+            "The outputs of the cut model on held-out sequences are not finite. Try dtype "
             "float32, or cut without a refit."
         )
     without, refitted = map(fmean, distances)

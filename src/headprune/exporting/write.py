@@ -43,7 +43,7 @@ from headprune.schemas.manifest import (
     write_manifest,
 )
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
-from headprune.schemas.records import Done, Merging, Pruning, Refit
+from headprune.schemas.records import Done, Merging, ModelChoice, Pruning, Refit
 from headprune.surgery.cut import Cut, cut_heads, resolve
 from headprune.surgery.edit import Edit, Tensors, replaced, written
 from headprune.surgery.streamed import cut_pieces
@@ -82,11 +82,13 @@ class Changes:
     Attributes:
         done: The kind of change.
         refit: The refit of W_O, if there was one.
+        choice: The candidates of ``compress``.
         history: The history file of a healing.
     """
 
     done: Done
     refit: Refit | None = None
+    choice: ModelChoice | None = None
     history: Path | None = None
 
 
@@ -157,7 +159,7 @@ def write(
     except Unmapped as why:
         if writing.proof is ProofOption.TENSORS:
             raise CheckpointError(
-                f"--proof tensors: {why} Such a model is cut in memory; leave out --proof."
+                f"--config proof=tensors: {why} Such a model is cut in memory; leave out proof."
             ) from None
     compares = writing.proof is not ProofOption.TENSORS and why_tensors is None
     residency = None
@@ -172,8 +174,8 @@ def write(
         if result is None:
             if residency is not None:
                 raise CheckpointError(
-                    f"--placement layers: '{model.source}' is not written tensor by tensor. Use "
-                    "--placement whole."
+                    f"placement=layers: '{model.source}' is not written tensor by tensor. Use "
+                    "--config placement=whole."
                 )
             result = _cut_in_memory(net, now, cuts, edit.plan, stored)
         else:
@@ -384,6 +386,7 @@ def _finished(
         dtype=order.stored.names,
         done=changes.done,
         refit=changes.refit,
+        choice=changes.choice,
         **facts,
     )
     write_card(folder, order.output.name, order.plan, manifest)
@@ -455,5 +458,5 @@ def _why_tensors(model: Model, needed: float) -> str | None:
         return None
     return (
         f"No outputs were compared: that takes {needed / 1e9:.1f} GB of memory, and "
-        f"{free / 1e9:.1f} GB are free. Every tensor was (--proof tensors)."
+        f"{free / 1e9:.1f} GB are free. Every tensor was (--config proof=tensors)."
     )

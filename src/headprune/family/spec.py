@@ -8,7 +8,7 @@ reads
 
 The registry-parametrised tests pick the row up, build a tiny random model from the family's config
 class, and prove gate = cut = reloaded, with a KV cache, with empty layers, and with a corrupted
-sibling that must fail. If they pass, the family is supported; ``headprune families --markdown``
+sibling that must fail. If they pass, the family is supported; ``headprune families markdown``
 prints its line for the documentation.
 """
 

@@ -113,6 +113,6 @@ def _refuse_unproven(model: str | Path, config: ExportConfig, proof: ExportProof
         )
     if config.prove is ExportProofBy.ENGINE and proof.how != "engine":
         raise HeadpruneError(
-            f"--prove engine: no engine ran '{model}' as {config.to}, as {proof.why_not}. "
-            "Nothing was left there; leave out --prove."
+            f"prove engine: no engine ran '{model}' as {config.to}, as {proof.why_not}. "
+            "Nothing was left there; leave out prove."
         )

@@ -255,7 +255,7 @@ def _steps(config: TrainGatesConfig, rows: int) -> int:
     steps = config.steps or math.ceil(config.epochs * rows / config.batch_size)
     if steps > MOST_STEPS:
         raise HeadpruneError(
-            f"--epochs {config.epochs:g} of {rows:,} rows are {steps:,} steps, and no more than "
+            f"epochs {config.epochs:g} of {rows:,} rows are {steps:,} steps, and no more than "
             f"{MOST_STEPS:,} are made. Give fewer, or --steps."
         )
     return steps
@@ -264,10 +264,10 @@ def _steps(config: TrainGatesConfig, rows: int) -> int:
 def _remedies(config: TrainGatesConfig, objective: Objective) -> tuple[str, str]:
     """What to change where the loss, a gate or a weight is not finite."""
     half = config.dtype in (Dtype.FLOAT16, Dtype.BFLOAT16)
-    precision = "compute with --dtype float32, " if half else ""
+    precision = "compute with --config dtype=float32, " if half else ""
     hidden = "give text with tokens to mask, " if objective is Objective.MLM else ""
-    rates = ["--scale-lr"] if config.method is not Method.L0 else ["--gate-lr", "--scale-lr"]
-    rates += ["--weight-lr"] if config.train is not Train.GATES else []
+    rates = ["scale_lr"] if config.method is not Method.L0 else ["gate_lr", "scale_lr"]
+    rates += ["weight_lr"] if config.train is not Train.GATES else []
     return (
         f"Nothing was trained yet: {precision}{hidden}or look at the model with "
         "'headprune evaluate'.",
@@ -305,7 +305,7 @@ def _objective(config: TrainGatesConfig, net: PreTrainedModel, data: DataConfig)
         without = " without --label-column" if asked is Objective.TASK else ""
         listed = " or ".join(dict.fromkeys(each.value for each in (natural, *others)))
         raise HeadpruneError(
-            f"--objective {asked.value} does not fit {type(net).__name__}{without}; use {listed}."
+            f"objective {asked.value} does not fit {type(net).__name__}{without}; use {listed}."
         )
     return asked
 

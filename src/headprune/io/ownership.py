@@ -52,17 +52,11 @@ def _of_manifest(content: dict[str, Any]) -> Iterable[str]:
 
 _TRAINING = ("history.jsonl", "checkpoints/*")
 _SCORES = ("scores.safetensors", "scores.json")
-SWEEP = FolderKind(
-    "config.yaml",
-    frozenset({"model", "fingerprint", "data", "test", "calibration", "evaluation"}),
-    ("sweep.json", "points/*.json", "curve.svg", "curve.png", "scores/scores.*"),
-)
 TRAININGS = (
     FolderKind("config.yaml", frozenset({"model", "data", "train_gates"}), _TRAINING),
     FolderKind("config.yaml", frozenset({"model", "teacher", "data", "heal"}), _TRAINING),
 )
 KINDS = (
-    SWEEP,
     FolderKind(
         MANIFEST,
         frozenset({"source", "lineage", "shape", "proof", "files"}),

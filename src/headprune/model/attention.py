@@ -139,7 +139,7 @@ def refuse_unknown_kinds(kinds: Sequence[str]) -> None:
     for kind in kinds:
         if kind not in known:
             raise FamilyError(
-                f"--attention {kind}: no family has attention of that kind."
+                f"attention {kind}: no family has attention of that kind."
                 f"{did_you_mean(kind, known)} Kinds: {', '.join(known)}."
             )
 

@@ -15,7 +15,6 @@ from headprune.model.batch import task_of
 from headprune.model.loading import from_pretrained, load_config
 from headprune.model.refusals import PACKED, quantised_by
 from headprune.model.units import default_unit, unit_sizes
-from headprune.schemas.ranks import Ranks
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
@@ -78,7 +77,6 @@ class Inspection(_InspectionPart):
             models that generate nothing.
         savings: Savings of cuts of several sizes.
         notes: Remarks to read before a cut.
-        ranks: Ranks of its heads; None without ``--ranks``.
     """
 
     schema_version: Literal[1] = 1
@@ -94,7 +92,6 @@ class Inspection(_InspectionPart):
     kv_cache_bytes_per_token: dict[str, int]
     savings: tuple[Saving, ...]
     notes: tuple[str, ...]
-    ranks: Ranks | None = None
 
 
 def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:

@@ -347,7 +347,7 @@ def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[P
 
 
 def parse_dtype(name: str) -> torch.dtype | str:
-    """Return the type of a ``--dtype`` value: "auto", "float32", "bfloat16" and so on."""
+    """Return the type of a ``dtype`` value: "auto", "float32", "bfloat16" and so on."""
     return "auto" if name == "auto" else getattr(torch, name)
 
 

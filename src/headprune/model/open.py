@@ -202,8 +202,8 @@ class Model:
             except Unmapped as why:
                 if asked_placement() is Placement.LAYERS:
                     raise CheckpointError(
-                        f"--placement layers: '{self.source}' cannot be read layer by layer. "
-                        f"{why} Use --placement whole."
+                        f"placement=layers: '{self.source}' cannot be read layer by layer. "
+                        f"{why} Use --config placement=whole."
                     ) from None
         return self._assembled(weights=True)
 

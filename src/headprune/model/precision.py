@@ -34,7 +34,7 @@ def compute_dtype(
     """Return the element type to compute in.
 
     Args:
-        asked: The value of ``--dtype``.
+        asked: The value of ``dtype``.
         stored: Element type of the checkpoint; None if unknown.
         keep_bfloat16: Whether "auto" leaves bfloat16 as it is.
     """
@@ -58,7 +58,7 @@ def refuse_missing_dtype(dtype: torch.dtype, device: torch.device | str) -> None
     except (RuntimeError, TypeError):
         name = dtype_name(dtype)
         raise HeadpruneError(
-            f"--dtype {name}: the device '{device}' cannot compute in {name}. Use --dtype float32."
+            f"dtype {name}: the device '{device}' cannot compute in {name}. Use dtype=float32."
         ) from None
 
 
@@ -109,7 +109,7 @@ def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | No
                 "again."
             )
     half = net.dtype in (torch.float16, torch.bfloat16)
-    instead = instead or f"Compute in another type: --dtype {'float32' if half else 'float64'}."
+    instead = instead or f"Compute in another type: dtype {'float32' if half else 'float64'}."
     where = overflowed[0] if overflowed else type(net).__name__
     raise CheckpointError(
         f"'{model}' overflows in {dtype_name(net.dtype)}: '{where}' is the first module whose "

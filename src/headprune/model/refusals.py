@@ -166,7 +166,7 @@ def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection
         raise CheckpointError(
             f"'{model}' holds {len(names)} tensors that {type(net).__name__} does not take, and "
             f"the result would lack them: {listed}. Name the class that takes them as "
-            '"architectures" in config.json, or leave them out with --drop-unexpected.'
+            '"architectures" in config.json, or leave them out with Allowed(drop_unexpected=True).'
         )
 
 

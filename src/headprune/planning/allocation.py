@@ -191,7 +191,7 @@ def _impossible(
     asked += ["equal shares in every module"] if per_module.heads is not None else []
     floors_of = Counter(least for least in per_module.least if least)
     asked += [
-        f"{least} in each of {modules} modules (--min-per-layer, or --for)"
+        f"{least} in each of {modules} modules (min_per_layer, or --for)"
         for least, modules in floors_of.items()
     ]
     asked += [f"--keep-roles (query heads held: {held})"] if held else []

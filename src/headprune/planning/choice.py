@@ -99,13 +99,13 @@ def equal_shares(
             counts[m] += step
     if sum(counts) != heads:
         raise PlanError(
-            f"--per-layer: {heads} heads cannot be shared out evenly in whole units; "
+            f"per_layer: {heads} heads cannot be shared out evenly in whole units; "
             f"{sum(counts)} can."
         )
     for attention, count in zip(attentions, counts, strict=True):
         if attention.query_heads and count < at_least:
             raise PlanError(
-                f"--per-layer leaves {count} heads in '{attention.path}', fewer than "
-                f"--min-per-layer {at_least}. Keep more heads, or lower it."
+                f"per_layer leaves {count} heads in '{attention.path}', fewer than "
+                f"min_per_layer {at_least}. Keep more heads, or lower it."
             )
     return counts

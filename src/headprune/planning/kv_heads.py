@@ -163,7 +163,7 @@ def plan_kv_heads(
         kinds = dict.fromkeys(a.kind for a in attentions if a.path in found)
         raise PlanError(
             f"--kv-budget: '{idle.path}' does not run on the calibration text, so that it cannot "
-            f"be weighed. Leave it out with {' '.join(f'--attention {kind}' for kind in kinds)}."
+            f"be weighed. Leave it out with {' '.join(f'attention {kind}' for kind in kinds)}."
         )
     ways = {a.path: found[a.path] for a in attentions}
     return choose(ways, budget, f"--kv-budget {config.kv_budget}", constraints)
@@ -294,7 +294,7 @@ class _Measure:
         if not cost < float("inf"):
             raise DataError(
                 f"What '{self.attention.path}' gives with fewer KV heads is not finite. Try "
-                "--dtype float32."
+                "--config dtype=float32."
             )
         return cost
 

@@ -154,8 +154,8 @@ def _limits(
     if budget.min_speedup is not None:
         if residency_of(net) is not None:
             raise PlanError(
-                "--min-speedup times the model as a whole, which --placement layers does not hold. "
-                "Give --placement whole, or another budget."
+                "--min-speedup times the model as a whole, which placement=layers does not hold. "
+                "Give --config placement=whole, or another budget."
             )
         context.stage("measuring the speed")
         prices = time_prices(net, attentions, _prefill_seconds)

@@ -356,7 +356,7 @@ class Expectation:
         if why is not None:
             raise ProofError(
                 f"A proof would show nothing, and nothing was written: {why}. Keep more heads, "
-                "compute in float64, or compare tensors alone (prune --proof tensors)."
+                "compute in float64, or compare tensors alone (prune --config proof=tensors)."
             )
 
     def apart(self, got: Outputs) -> str | None:

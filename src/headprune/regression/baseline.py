@@ -179,7 +179,7 @@ class Baseline(BaseModel):
         if why is not None:
             raise DataError(
                 f"The baseline '{path}' was made {why}. Give what it was made with, or write a new "
-                "one with --update-baseline --allow-other."
+                "one with --update-baseline allow_other."
             )
 
     def _other_domain(self, domains: dict[str, dict[str, Any]]) -> str | None:

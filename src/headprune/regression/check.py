@@ -94,8 +94,8 @@ def check(
     times = any(one.metric in SPEED for one in limits)
     if times and any(map(residency_of, loaded.nets)):
         raise HeadpruneError(
-            "Limits on speed time a model as a whole, which --placement layers does not hold. Give "
-            "--placement whole, or leave these limits out."
+            "Limits on speed time a model as a whole, which placement=layers does not hold. Give "
+            "--config placement=whole, or leave these limits out."
         )
     if baseline is not None:
         _compare_origin(baseline, loaded, config)
@@ -160,7 +160,7 @@ def update_baseline(
         raise HeadpruneError(
             f"The baseline would name the commit {state.commit[:12]}, but {len(state.changed)} "
             f"tracked files differ from it ('{state.changed[0]}' the first). Commit them, or give "
-            "--allow-dirty."
+            "allow_dirty."
         )
     read = [domain.source for domain in config.data]
     with claimed_file(path, BASELINE, True, (config.model, *read, config.against)):

@@ -56,8 +56,7 @@ class AttentionPicture:
         for name in layers:
             if name not in known:
                 raise PlanError(
-                    f"--layer {name}: there is no such layer with heads. Layers: "
-                    f"{', '.join(known)}."
+                    f"layer {name}: there is no such layer with heads. Layers: {', '.join(known)}."
                 )
         wanted = {*layers, *(name.rpartition(".")[0] for name in heads)} if layers else {*known}
         kept = tuple(layer for layer in sentence.layers if layer.name in wanted)

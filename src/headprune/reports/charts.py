@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headprune.evaluation import metrics
 from headprune.io import figures
 from headprune.io.figures import Series
-from headprune.reports.view import History, Quality, ShownEvaluation, ShownRun, ShownSweep
+from headprune.reports.view import History, Quality, ShownEvaluation, ShownRun
 from headprune.role import pictures
 
 if TYPE_CHECKING:
@@ -115,45 +115,9 @@ def _bounds(quality: Quality) -> tuple[float, float]:
     return shift + interval.low, shift + interval.high
 
 
-def _sweep_chart(sweep: ShownSweep) -> Chart:
-    name = sweep.metric.replace("_", " ")
-    series = []
-    for label in dict.fromkeys(point.series for point in sweep.points):
-        own = sorted((p for p in sweep.points if p.series == label), key=lambda p: p.parameters)
-        sizes = [100 * point.parameters / sweep.base.parameters for point in own]
-        series.append(Series(label, sizes, [point.quality for point in own]))
-    figure = figures.curve(
-        series,
-        "",
-        "parameters, % of the original",
-        name,
-        sweep.base.quality,
-        "original",
-        sweep.higher_is_better,
-    )
-    rows = [
-        (p.series, f"{p.keep:.1%}", f"{p.query_heads:,}", f"{p.parameters:,}", f"{p.quality:.4f}")
-        for p in sweep.points
-    ]
-    whole = sweep.base
-    rows.append(
-        ("original", "-", f"{whole.query_heads:,}", f"{whole.parameters:,}", f"{whole.quality:.4f}")
-    )
-    better = "higher" if sweep.higher_is_better else "lower"
-    return Chart(
-        title="Quality against size",
-        figure=figure,
-        alt=f"{name} of {len(sweep.points)} cuts against their parameters, and of the original.",
-        columns=("", "asked for", "query heads", "parameters", name),
-        rows=tuple(rows),
-        note=f"{name}, {better} is better; one line per criterion.",
-    )
-
-
 def training_charts(run: ShownRun) -> list[Chart]:
-    """How the expected number of heads fell, and how losses went; and the curve of a sweep."""
-    swept = [_sweep_chart(run.sweep)] if run.sweep is not None else []
-    return swept + [
+    """How the expected number of heads fell, and how losses went."""
+    return [
         chart
         for history in run.histories
         for chart in (_heads_chart(history), _loss_chart(history))
@@ -335,7 +299,7 @@ def cache_chart(runs: Sequence[ShownRun]) -> Chart | None:
         columns=columns,
         rows=rows,
         note="One sequence, in the dtype that was evaluated. The longest context is what fits into "
-        "--memory beside the weights; activations come on top.",
+        "memory beside the weights; activations come on top.",
     )
 
 

@@ -22,7 +22,6 @@ from headprune.schemas.plan import Plan, read_plan
 from headprune.schemas.roles import ROLES_FILE, RolesRecord
 from headprune.schemas.scores import METADATA as SCORES
 from headprune.schemas.scores import Scores, read_scores
-from headprune.schemas.sweeps import SWEEP, Sweep
 
 DEPTH = 3
 _LARGEST_JSON = 50_000_000  # bytes; a report of evaluate is far smaller
@@ -101,7 +100,6 @@ class Found:
     gates: list[GatesFolder] = field(default_factory=list)
     scores: list[ScoresFolder] = field(default_factory=list)
     reports: dict[Path, dict[str, Any]] = field(default_factory=dict)
-    sweeps: dict[Path, Sweep] = field(default_factory=dict)
     roles: dict[Path, RolesRecord] = field(default_factory=dict)
     checks: dict[Path, dict[str, Any]] = field(default_factory=dict)
     unfinished: list[str] = field(default_factory=list)
@@ -126,7 +124,7 @@ def discover(place: Path) -> Found:
     if place.is_file():
         if not _add_report(place, found):
             raise CheckpointError(
-                f"'{place}' is no report of 'headprune evaluate --output' or of 'headprune check', "
+                f"'{place}' is no report of 'headprune evaluate' or of 'headprune check', "
                 "and no folder of a run."
             )
         return found
@@ -142,8 +140,8 @@ def discover(place: Path) -> Found:
             raise CheckpointError(found.unfinished[0])
         raise CheckpointError(
             f"'{place}' holds nothing to report on: no result ({MANIFEST}), no gates (gates.json), "
-            f"no scores ({SCORES}), no sweep ({SWEEP}), no roles ({ROLES_FILE}), and no report of "
-            "'headprune evaluate --output' or of 'headprune check'."
+            f"no scores ({SCORES}), no roles ({ROLES_FILE}), and no report of "
+            "'headprune evaluate' or of 'headprune check'."
         )
     return found
 
@@ -168,12 +166,6 @@ def _look_into(folder: Path, found: Found) -> None:
         found.gates.append(GatesFolder(folder, read_gates(folder, model)))
     elif (folder / SCORES).is_file():
         found.scores.append(ScoresFolder(folder, read_scores(folder)))
-    elif (folder / SWEEP).is_file():
-        found.sweeps[folder] = read_as(Sweep, folder / SWEEP)
-    elif (folder / "points").is_dir() and (folder / "config.yaml").is_file():
-        found.unfinished.append(
-            f"The sweep in '{folder}' is not finished; the same command again goes on with it."
-        )
     elif (command := unfinished(folder)) is not None:
         found.unfinished.append(
             f"The training in '{folder}' is not finished; go on with {command} --resume, or remove "

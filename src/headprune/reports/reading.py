@@ -15,7 +15,6 @@ from headprune.reports.discovery import (
     GatesFolder,
     ResultFolder,
     ScoresFolder,
-    settings_in,
 )
 from headprune.reports.evidence import map_of_gates, map_of_result, map_of_scores
 from headprune.reports.histories import history
@@ -24,11 +23,8 @@ from headprune.reports.view import (
     Facts,
     ShownCheck,
     ShownEvaluation,
-    ShownPoint,
     ShownRun,
-    ShownSweep,
 )
-from headprune.schemas import sweeps
 from headprune.schemas.manifest import HISTORY, LineageStep, Manifest
 from headprune.schemas.records import Healing, Merging, Migration
 from headprune.schemas.roles import RolesRecord
@@ -72,10 +68,6 @@ def assemble(
         for gates in place.gates:
             if parts.are_new(gates.trained.id):
                 runs.append((gates.path, _gates_run(gates)))
-        for folder, swept in place.sweeps.items():
-            scores = parts.scores.get(swept.scores or "")
-            parts.used |= {swept.scores}
-            runs.append((folder, _sweep_run(folder, swept, scores)))
         for scores in place.scores:
             if parts.are_new(scores.scored.id):
                 runs.append((scores.path, _scores_run(scores)))
@@ -314,27 +306,6 @@ def _roles_run(folder: Path, record: RolesRecord) -> ShownRun:
         f"{short_name(record.data.source)}.",
         provenance=tuple((f"{name} version", version) for name, version in record.versions.items()),
         role_record=record,
-    )
-
-
-def _sweep_run(folder: Path, swept: sweeps.Sweep, scores: ScoresFolder | None) -> ShownRun:
-    def point(p: sweeps.Point) -> ShownPoint:
-        series = f"{p.criterion}{' with refit' if p.refit else ''}"
-        return ShownPoint(series, p.keep, p.query_heads, p.parameters, p.quality)
-
-    points = tuple(point(p) for p in swept.points)
-    shares = ", ".join(f"{100 * keep:.4g}%" for keep in sorted({p.keep for p in points}))
-    source = folder.resolve().name if scores is None else scores.scored.metadata.model.name
-    settings = settings_in(folder / "config.yaml")
-    return ShownRun(
-        name=folder.name,
-        folder=folder,
-        source=source,
-        asked=f"Measure {len(points)} cuts of {source}: {shares} of its heads, by "
-        f"{', '.join(dict.fromkeys(p.series for p in points))}.",
-        settings=tuple((name, str(v)) for name, v in settings.items() if v is not None),
-        head_map=None if scores is None else map_of_scores(scores),
-        sweep=ShownSweep(swept.metric, swept.higher_is_better, point(swept.base), points),
     )
 
 

@@ -203,27 +203,6 @@ class ShownEvaluation:
 
 
 @dataclass(frozen=True)
-class ShownPoint:
-    """One cut of a sweep."""
-
-    series: str
-    keep: float
-    query_heads: int
-    parameters: int
-    quality: float
-
-
-@dataclass(frozen=True)
-class ShownSweep:
-    """Quality against size, of many cuts; ``base`` is the whole model."""
-
-    metric: str
-    higher_is_better: bool
-    base: ShownPoint
-    points: tuple[ShownPoint, ...]
-
-
-@dataclass(frozen=True)
 class ShownCheck:
     """What ``check`` found about a model.
 
@@ -261,7 +240,6 @@ class ShownRun:
         histories: Trainings.
         evaluations: What was measured; that of the result comes first.
         provenance: Where it comes from.
-        sweep: Many cuts, where the run measured them.
         checks: Limits that its result was held to.
         roles: What became of roles, a row each; see ``ROLE_COLUMNS``.
         role_record: What its heads do, for the pictures.
@@ -277,7 +255,6 @@ class ShownRun:
     histories: tuple[History, ...] = ()
     evaluations: tuple[ShownEvaluation, ...] = ()
     provenance: Facts = ()
-    sweep: ShownSweep | None = None
     checks: tuple[ShownCheck, ...] = ()
     roles: Sequence[Sequence[str]] = ()
     role_record: RolesRecord | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from headprune.evaluation.metrics import label
 from headprune.exporting import card
 from headprune.reports.charts import mebibytes, short_name, speeds
-from headprune.reports.view import Facts, Quality, ShownEvaluation, ShownRun, ShownSweep
+from headprune.reports.view import Facts, Quality, ShownEvaluation, ShownRun
 from headprune.schemas.manifest import LineageStep
 from headprune.schemas.plan import Shape
 from headprune.schemas.records import Healing, Merging, Migration
@@ -42,8 +42,6 @@ def tiles(run: ShownRun) -> list[Tile]:
             detail = f"differs by {proof.gated_vs_reloaded:.1e}, allowed {proof.tolerance:.0e}"
         found.append(Tile("proof", "passed", detail, "good"))
         found.append(Tile("loads", *loads(manifest.shape)))
-    elif run.sweep is not None:
-        found = _sweep_tiles(run.sweep)
     elif run.head_map is not None and run.head_map.only_scored:
         heads = sum(len(layer.cells) for layer in run.head_map.layers)
         found.append(Tile("query heads", f"{heads:,}", "scored"))
@@ -55,18 +53,6 @@ def tiles(run: ShownRun) -> list[Tile]:
         detail = f"{held} of {len(check.rows)} limits hold"
         found.append(Tile("check", check.verdict, detail, "good" if check.passed else "bad"))
     return found
-
-
-def _sweep_tiles(sweep: ShownSweep) -> list[Tile]:
-    name, base = sweep.metric.replace("_", " "), sweep.base
-    ends = {max(sweep.points, key=lambda p: p.keep), min(sweep.points, key=lambda p: p.keep)}
-    best = max if sweep.higher_is_better else min
-    shown = [Tile("cuts", f"{len(sweep.points)}", f"the original has {name} {base.quality:.4g}")]
-    for keep in sorted({point.keep for point in ends}, reverse=True):
-        alike = [point for point in sweep.points if point.keep == keep]
-        winner = best(alike, key=lambda point: point.quality)
-        shown.append(Tile(f"best {name} at {keep:.1%}", f"{winner.quality:.4g}", winner.series))
-    return shown
 
 
 def loads(shape: Shape) -> tuple[str, str]:

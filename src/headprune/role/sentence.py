@@ -151,7 +151,7 @@ def read_sentence(
         if weights.shape[1:] != (len(queries.labels), len(keys.labels)):
             raise FamilyError(
                 f"'{one.path}' attends to other places than those of tokens, which no picture of a "
-                "sentence shows. Choose other modules with --attention."
+                "sentence shows. Choose other modules with attention."
             )
         layers.append(
             LayerWeights(names[one.path], one.path, one.kind, one.query_ids, weights, queries, keys)

@@ -184,7 +184,7 @@ def fit_output(
         fit = fit_held_out((fitted, judged), start[:, kept], RIDGES, bias is not None)
     except ValueError:
         raise DataError(
-            f"What enters the output projection of '{attention.path}' is not finite. Try --dtype "
+            f"What enters the output projection of '{attention.path}' is not finite. Try dtype "
             "float32."
         ) from None
     if not bool(fit.weight.isfinite().all()):

@@ -53,7 +53,7 @@ def lowrank(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWe
     if not all(bool(tensor.isfinite().all()) for tensor in known):
         raise DataError(
             "What an attention module is given or gives on the calibration text is not finite. Try "
-            "--dtype float32."
+            "--config dtype=float32."
         )
     if context.linear:
         merged = _merged_keys(heads, groups, context)

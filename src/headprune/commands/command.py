@@ -1,0 +1,247 @@
+"""A command is a typed function: its signature is the command line and the Python API.
+
+An option is a parameter with ``typer.Option`` or ``typer.Argument`` in its annotation. Parameters
+without are expert settings, for Python and files of ``--config``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
+from typer.models import ArgumentInfo, OptionInfo
+
+from headprune import devices, placements
+from headprune.config.base import flag, sentence
+from headprune.context import Context, MadeBy
+from headprune.errors import HeadpruneError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Values = Mapping[str, Any]
+# where a result lies, and what does not change it
+_APART = {"output", "overwrite", "resume", "device", "placement", "context"}
+_TAKE_MEMORY = ("batch_size", "seq_len", "calibration_tokens")
+
+
+class Panel(str, Enum):
+    """A group of commands in ``headprune --help``, in its order."""
+
+    CHOOSE = "Choose heads"
+    CUT = "Make a model smaller"
+    JUDGE = "Prove and measure"
+    SERVE = "Serve it"
+
+
+def _as_json(result: Any) -> str:
+    if isinstance(result, BaseModel):
+        return result.model_dump_json(indent=2)
+    return json.dumps(result.as_json(), indent=2)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A registered command.
+
+    Attributes:
+        run: The function, as Python users call it.
+        panel: Where ``--help`` lists it.
+        show: Prints a result for people, given the arguments of the call.
+        as_json: The result for ``--json``; None for no such option.
+        config: Whether it has ``--config``.
+        warnings: Sentences on a result that is likely not meant.
+        exit_code: 1 where a check failed, 2 where it cannot be decided.
+        together: Whether several processes can share the work.
+        needs: Options without effect unless one of others ("a|b") is set.
+        failed: Called with the arguments and an error, to mark stale output as failed.
+        notify: Called at the command line with a result or an error, the arguments, and a function
+            that prints a workflow command of a CI runner.
+    """
+
+    run: Callable[..., Any]
+    panel: Panel
+    show: Callable[[Console, Any, Values], None]
+    as_json: Callable[[Any], str] | None = _as_json
+    config: bool = True
+    warnings: Callable[[Any], Iterable[str]] = lambda result: ()
+    exit_code: Callable[[Any], int] = lambda result: 0
+    together: bool = False
+    needs: Mapping[str, str] | None = None
+    failed: Callable[[Values, HeadpruneError], None] = lambda values, error: None
+    notify: Callable[[Any, Values, Callable[[str], None]], None] = lambda result, values, say: None
+
+    @property
+    def name(self) -> str:
+        """The name at the command line."""
+        return self.run.__name__.replace("_", "-")
+
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters with resolved annotations, without ``context``."""
+        return {name: p for name, p in _parameters(self.run).items() if name != "context"}
+
+    def options(self) -> dict[str, tuple[inspect.Parameter, OptionInfo | ArgumentInfo]]:
+        """The parameters that are options or arguments, with what typer is told of them."""
+        return {
+            name: (parameter, each)
+            for name, parameter in self.parameters().items()
+            for each in _metadata(parameter.annotation)
+            if isinstance(each, OptionInfo | ArgumentInfo)
+        }
+
+    def arguments(self, values: Values) -> dict[str, Any]:
+        """The arguments of a call, validated.
+
+        Raises:
+            HeadpruneError: If a value is wrong, or has no effect beside the others.
+        """
+        parameters = _parameters(self.run)
+        validated: dict[str, Any] = {}
+        for name, parameter in parameters.items():
+            value = values.get(name, parameter.default)
+            if name in values and name != "context" and value is not parameter.default:
+                try:
+                    value = _adapter(self.run, name).validate_python(value)
+                except ValidationError as error:
+                    raise HeadpruneError(sentence(error, called=self._spell(name))) from None
+            validated[name] = value
+        for name, others in (self.needs or {}).items():
+            idle = validated[name] != parameters[name].default
+            if idle and all(validated[o] in (None, False, (), []) for o in others.split("|")):
+                without = " or ".join(map(self._spell, others.split("|")))
+                raise HeadpruneError(
+                    f"{self._spell(name)} has no effect without {without}: give that too, or "
+                    "leave it out."
+                )
+        return validated
+
+    def _spell(self, name: str) -> str:
+        return flag(name) if name in self.options() else name
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def command(
+    panel: Panel, show: Callable[[Console, Any, Values], None], **more: Any
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register a function as a command; ``more`` are further attributes of ``Command``."""
+
+    def register(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = inspect.signature(function).bind(*args, **kwargs).arguments
+            try:
+                values = registered.arguments(given)
+                context = values["context"]
+                remote = bool(values.get("trust_remote_code")) or context.allowed.trust_remote_code
+                context = replace(
+                    context,
+                    made_by=MadeBy(command=registered.name, options=_recorded(values)),
+                    allowed=replace(context.allowed, trust_remote_code=remote),
+                )
+                with _surroundings(values, context) as context:
+                    return function(**{**values, "context": context})  # type: ignore[call-arg]
+            except HeadpruneError as error:
+                registered.failed(given, error)
+                raise
+
+        registered = Command(run, panel, show, **more)
+        COMMANDS[registered.name] = registered
+        return run
+
+    return register
+
+
+def in_order() -> list[Command]:
+    """The commands in the order of ``headprune --help``."""
+    panels = list(Panel)
+    return sorted(COMMANDS.values(), key=lambda one: (panels.index(one.panel), one.name))
+
+
+@functools.cache
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters; results are not resolved, as their types import torch."""
+    function = inspect.unwrap(function)
+    annotations = {k: v for k, v in function.__annotations__.items() if k != "return"}
+    bare = type("bare", (), {"__annotations__": annotations})
+    hints = get_type_hints(bare, globalns=function.__globals__, include_extras=True)
+    signature = inspect.signature(function)
+    return {name: p.replace(annotation=hints[name]) for name, p in signature.parameters.items()}
+
+
+def _metadata(annotation: Any) -> list[Any]:
+    """All that is annotated, also within ``X | None``."""
+    found = list(getattr(annotation, "__metadata__", ()))
+    inner = annotation.__origin__ if found else annotation
+    parts = [inner] if found else get_args(inner) if get_origin(inner) is not Literal else []
+    return [each for part in parts for each in _metadata(part)] + found
+
+
+@functools.cache
+def _adapter(function: Callable[..., Any], name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_parameters(function)[name].annotation)
+
+
+def _recorded(values: Values) -> dict[str, Any]:
+    """The arguments that have a part in the result."""
+    kept = {k: v for k, v in values.items() if k not in _APART and v not in (None, False, ())}
+    return dict(to_jsonable_python(kept))
+
+
+@contextmanager
+def _surroundings(values: Values, context: Context) -> Iterator[Context]:
+    """Place models on the device of a call, and say in a sentence when it gives out."""
+    if "device" not in values:
+        yield context
+        return
+    stages = ["running"]
+
+    def stage(name: str) -> None:
+        stages.append(name)
+        context.stage(name)
+
+    placement = placements.Placement(values.get("placement", "whole"))
+    with (
+        devices.running_on(values["device"], context.line),
+        placements.placing(placement, context.line),
+        placements.sharding(values.get("shard", False)),
+    ):
+        try:
+            yield replace(context, stage=stage)
+        except Exception as error:  # a device fails with several kinds; others go on
+            if devices.itself_failed(error):
+                # the place says where to look if it is no chance
+                context.line("".join(traceback.format_exception(error)).rstrip())
+                resume = ", with --resume" if "resume" in values else ""
+                raise HeadpruneError(
+                    f"{devices.chosen()} itself failed while {stages[-1]}, which may be chance: "
+                    f"run the command again{resume}. If that fails too, give --device cpu."
+                ) from error
+            if not devices.out_of_memory(error):
+                raise
+            less = " or ".join(flag(name) for name in _TAKE_MEMORY if name in values) or "model"
+            raise HeadpruneError(
+                f"{devices.chosen()} ran out of memory while {stages[-1]}. Give a smaller {less}, "
+                "or --device cpu."
+            ) from error

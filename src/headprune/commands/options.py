@@ -1,0 +1,106 @@
+"""Options that several commands have, each said once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import BeforeValidator
+
+from headprune.config import values
+from headprune.config.data import DataConfig, data_config
+
+CALIBRATION, TRAINING, OUTPUT, ADVANCED = "Calibration", "Training", "Output", "Advanced"
+_PLACE = BeforeValidator(values.possible_place)
+_PATH = BeforeValidator(values.path)
+_LISTED = BeforeValidator(values.listed)
+_DATA = "Text, JSONL, CSV or parquet file, a folder, or a hub id (name:config@split)."
+
+
+def option(help: str, panel: str | None = None, metavar: str | None = None) -> Any:
+    """Return an option, spelt as ``config.base.flag`` does."""
+    return typer.Option(help=help, rich_help_panel=panel, metavar=metavar)
+
+
+def argument(metavar: str, help: str) -> Any:
+    """Return an argument."""
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+File = Annotated[Path | str, _PATH]
+
+# ---- what a command works on, and what it writes
+Model = Annotated[str | Path, _PLACE, argument("MODEL", "A model folder or a hub id.")]
+Output = Annotated[Path | str, _PATH, argument("OUTPUT", "The folder to write.")]
+Against = Annotated[str | Path, _PLACE, option("The original model, to compare with.")]
+Overwrite = Annotated[bool, option("Replace an existing output.", panel=OUTPUT)]
+Resume = Annotated[bool, option("Resume from the last checkpoint.", panel=OUTPUT)]
+DryRun = Annotated[bool, option("Show what would be written; write nothing.", panel=OUTPUT)]
+SavePlan = Annotated[
+    Path | str, _PATH, option("With --dry-run: write the plan to this file.", panel=OUTPUT)
+]
+OutDtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16", "float64"],
+    option("Element type to write. auto: the checkpoint's.", panel=OUTPUT),
+]
+
+# ---- data
+Data = Annotated[str | Path, _PLACE, option(_DATA, metavar="DATA")]
+Domains = Annotated[
+    str | Path | Sequence[str | Path | Mapping[str, Any]] | Mapping[str, Any],
+    BeforeValidator(values.several),
+    option(f"{_DATA} Repeatable and named, as in wiki=a.txt.", metavar="DATA"),
+]
+TextColumn = Annotated[str, option("Column of the text; two, comma-separated, for pairs.")]
+LabelColumn = Annotated[str, option("Column of the label or the similarity score.")]
+Tokens = Annotated[
+    values.Tokens, option("Tokens of the data to read, spread evenly.", panel=CALIBRATION)
+]
+SeqLen = Annotated[values.Length, option("Tokens per sequence.", panel=CALIBRATION)]
+MaxWindows = Annotated[values.Count, option("Windows or examples to measure, spread evenly.")]
+Tasks = Annotated[
+    str | Sequence[str], _LISTED, option("Tasks of the package lm-eval, comma-separated.")
+]
+
+# ---- what to cut
+MaxParams = Annotated[values.Count, option("Parameters of the whole model, at most.")]
+MaxKvBytes = Annotated[values.Amount, option("Bytes of KV cache per token, at most.")]
+MinSpeedup = Annotated[values.Speedup, option("Speed of prefill over the original's, at least.")]
+Unit = Annotated[
+    Literal["head", "kv-group", "query-slot"],
+    option("What is removed as one piece. Default: head for MHA, kv-group for GQA."),
+]
+Engine = Literal["llama.cpp", "vllm", "onnx", "openvino", "anywhere"]
+Engines = Annotated[
+    Engine | Sequence[Engine],
+    _LISTED,
+    option("Engine of the result (repeatable). anywhere: a plain config."),
+]
+HealSteps = Annotated[values.Steps, option("Then train to match the original, for N steps.")]
+
+# ---- training
+Steps = Annotated[values.Steps, option("Optimiser steps.")]
+BatchSize = Annotated[values.Few, option("Sequences per step, of all processes.", panel=TRAINING)]
+LearningRate = Annotated[values.Positive, option("Peak learning rate.", panel=TRAINING)]
+TrainSeqLen = Annotated[values.Length, option("Tokens per sequence.", panel=TRAINING)]
+Shard = Annotated[bool, option("Split layers over the processes of torchrun.", panel=TRAINING)]
+
+# ---- the machine
+Device = Annotated[str, option("auto, cpu, cuda, cuda:N or mps.", panel=ADVANCED)]
+TrustRemoteCode = Annotated[bool, option("Allow code that comes with a model.", panel=ADVANCED)]
+
+# ---- expert settings: for Python and files of --config
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+Placement = Literal["auto", "whole", "layers"]
+Kinds = Annotated[str | Sequence[str], _LISTED]
+Names = Annotated[str | Sequence[str], _LISTED]
+Lengths = Annotated[str | int | Sequence[int], _LISTED]
+
+
+def data_at(
+    place: str | Path | None, text_column: str | None = None, label_column: str | None = None
+) -> DataConfig | None:
+    """Return the data at a place; None for none."""
+    return None if place is None else data_config(place, text_column, label_column)

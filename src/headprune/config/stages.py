@@ -1,0 +1,420 @@
+"""Settings of the stages. Bounds are those of the types; expert settings have their default."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from headprune.config.base import Settings
+from headprune.config.data import CalibrationConfig, DataConfig, Domains, data_configs
+from headprune.config.values import (
+    Amount,
+    Count,
+    Dtype,
+    Few,
+    Fraction,
+    Kept,
+    KvHeads,
+    Length,
+    Lengths,
+    Level,
+    Memory,
+    Names,
+    Place,
+    Positive,
+    Seed,
+    ShardSize,
+    Share,
+    Speedup,
+    Steps,
+    Texts,
+    listed,
+)
+from headprune.tensors.units import Unit
+
+NEEDLE_LENGTHS = (512, 1024, 2048)  # as far as model and tokenizer go
+NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_NEEDLE = "needle_accuracy"
+# metrics with passes of their own, by the setting that says how much is read for them
+_ON_DEMAND = {
+    "copying": ("copying_nll", "repeated_passage_nll"),
+    "last_words": ("last_word_accuracy", "seen_last_word_accuracy"),
+}
+
+
+def _exactly_one(settings: Settings, *names: str) -> None:
+    if sum(getattr(settings, name) is not None for name in names) != 1:
+        flags = [f"--{name.replace('_', '-')}" for name in names]
+        raise ValueError(f"give exactly one of {', '.join(flags[:-1])} and {flags[-1]}")
+
+
+class LayoutOption(str, Enum):
+    """Shape of a cut."""
+
+    PER_LAYER = "per-layer"  # counts differ between layers; equal groups within a layer
+    UNIFORM = "uniform"  # the same counts everywhere, so that a plain config holds the result
+    RAGGED = "ragged"  # any head, also where that leaves unequal groups
+    PADDED = "padded"  # ragged, with zero heads that make groups equal and fill empty layers
+
+
+class Target(str, Enum):
+    """Engine that runs a result."""
+
+    LLAMA_CPP = "llama.cpp"
+    VLLM = "vllm"
+    ONNX = "onnx"
+    OPENVINO = "openvino"
+    ANYWHERE = "anywhere"  # whatever loads the original
+
+
+Targets = Annotated[tuple[Target, ...], BeforeValidator(listed)]
+
+
+class ProofOption(str, Enum):
+    """Proof of a result."""
+
+    AUTO = "auto"  # outputs where the model fits into memory, else tensors
+    OUTPUTS = "outputs"  # the result computes what the gated original computes
+    TENSORS = "tensors"  # every tensor of the result holds the slices of the original
+
+
+class Grouping(str, Enum):
+    """KV heads that share."""
+
+    ADJACENT = "adjacent"  # neighbours
+    SIMILAR = "similar"  # those that lose least by it
+
+
+class Resuming(Settings):
+    """Whether an output is replaced, or a training resumed."""
+
+    overwrite: bool = False
+    resume: bool = False
+
+
+class Writing(Settings):
+    """How a result is written and proven."""
+
+    overwrite: bool = False
+    out_dtype: Dtype = Dtype.AUTO
+    proof: ProofOption = ProofOption.AUTO
+    max_shard_size: ShardSize = "50GB"
+
+
+class ScoreConfig(CalibrationConfig):
+    """Criteria, the unit that is scored, and the kinds of attention (all where empty)."""
+
+    criterion: Names = ("compensated",)
+    unit: Unit | None = None
+    attention: Names = ()
+
+
+class BudgetConfig(Settings):
+    """What a plan may keep: at least one of ``keep`` and the three limits."""
+
+    targets: Targets = ()
+    keep: Kept | None = None
+    per_layer: bool = False
+    min_per_layer: Amount = 0
+    max_params: Count | None = None
+    max_kv_bytes: Amount | None = None
+    min_speedup: Speedup | None = None
+    keep_roles: Names = ()
+    roles: Place | None = None
+
+    @model_validator(mode="after")
+    def _some_goal(self) -> BudgetConfig:
+        goals = (self.keep, self.max_params, self.max_kv_bytes, self.min_speedup)
+        if all(goal is None for goal in goals):
+            raise ValueError(
+                "give what may stay: --keep, --max-params, --max-kv-bytes or --min-speedup"
+            )
+        return self
+
+
+class PlanConfig(BudgetConfig):
+    """A budget, and which of several scores decides."""
+
+    criterion: str | None = None
+
+
+class ConvertConfig(Settings):
+    """How KV heads are merged."""
+
+    targets: Targets = ()
+    attention: Names = ()
+    kv_heads: KvHeads | None = None
+    kv_budget: Share | None = None
+    merge: str | None = None
+    grouping: Grouping = Grouping.ADJACENT
+    calibration_tokens: Count = 16_384
+    seq_len: Length = 512
+    dtype: Dtype = Dtype.AUTO
+    out_dtype: Dtype = Dtype.AUTO
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> ConvertConfig:
+        _exactly_one(self, "kv_heads", "kv_budget")
+        return self
+
+
+class CompressConfig(CalibrationConfig):
+    """What may stay, and how it is chosen."""
+
+    targets: Targets = ()
+    keep: Share | None = None
+    kv_budget: Share | None = None
+    max_params: Count | None = None
+    max_kv_bytes: Amount | None = None
+    min_speedup: Speedup | None = None
+    heal_steps: Steps | None = None
+    # 512 would do for perplexity, and loses what is far back in a context (docs/benchmarks/gqa)
+    seq_len: Length = 2_048
+    held_out_tokens: Count = 16_384
+    out_dtype: Dtype = Dtype.AUTO
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> CompressConfig:
+        _exactly_one(self, "keep", "kv_budget", "max_params", "max_kv_bytes", "min_speedup")
+        return self
+
+
+class Objective(str, Enum):
+    """Loss that gates are trained on."""
+
+    AUTO = "auto"
+    LM = "lm"
+    MLM = "mlm"
+    DISTILL = "distill"
+    LM_DISTILL = "lm+distill"  # half each
+    TASK = "task"
+
+
+class Train(str, Enum):
+    """Weights that move beside the gates."""
+
+    GATES = "gates"
+    ATTENTION = "attention"
+    ALL = "all"
+
+
+class Method(str, Enum):
+    """How training chooses the heads that go."""
+
+    AUTO = "auto"
+    REFIT = "refit"  # by scores, before any step; W_O is refitted, and factors are trained
+    L0 = "l0"  # hard-concrete gates, sampled, and a Lagrangian
+
+
+OF_L0 = (
+    "l0_penalty",
+    "gate_lr",
+    "temperature",
+    "init_log_alpha",
+    "sparsity_warmup",
+    "finetune_fraction",
+)
+
+
+class TrainGatesConfig(Settings):
+    """How gates are trained."""
+
+    attention: Names = ()
+    unit: Unit | None = None
+    target_heads: Kept | None = None
+    l0_penalty: Positive | None = None  # Voita et al. 2019, instead of a target
+    method: Method = Method.AUTO
+    train: Train = Train.GATES
+    objective: Objective = Objective.AUTO
+    steps: Steps | None = None
+    epochs: Positive = 1.0  # without steps
+    batch_size: Few = 4
+    seq_len: Length = 256
+    gate_lr: Positive = 0.5
+    scale_lr: Positive = 0.02
+    weight_lr: Positive = 5e-5
+    temperature: Positive = 2 / 3
+    init_log_alpha: Annotated[float, Field(ge=-4.6, le=4.6)] = 3.0  # hard_concrete.BOUND
+    sparsity_warmup: Fraction = 0.75  # of the choosing, until the target is reached
+    finetune_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.6  # of the steps, heads chosen
+    gradient_checkpointing: bool = False
+    dtype: Dtype = Dtype.AUTO
+    seed: Seed = 0
+    save_every: Steps | None = None  # a tenth of the steps
+
+    @model_validator(mode="after")
+    def _fitting(self) -> TrainGatesConfig:
+        _exactly_one(self, "target_heads", "l0_penalty")
+        if self.method is Method.REFIT and self.l0_penalty is not None:
+            raise ValueError("l0_penalty goes with --method l0; give --target-heads")
+        if self.method is Method.REFIT and self.train is not Train.GATES:
+            raise ValueError("--method refit goes with --train gates")
+        return self
+
+    @property
+    def leaves_method(self) -> bool:
+        """Whether any method takes these settings, so that the best may be taken."""
+        fields = TrainGatesConfig.model_fields
+        of_l0 = any(getattr(self, name) != fields[name].default for name in OF_L0)
+        return self.method is Method.AUTO and self.train is Train.GATES and not of_l0
+
+
+class HealTrain(str, Enum):
+    """Weights that healing moves."""
+
+    ATTENTION = "attention"
+    LORA = "lora"
+    ALL = "all"
+
+
+class HealOptimizer(str, Enum):
+    """Optimiser of healing."""
+
+    AUTO = "auto"
+    MUON = "muon"  # matrices of the layers, orthogonalised; the rest with AdamW
+    ADAMW = "adamw"
+
+
+class HealObjective(str, Enum):
+    """Loss of healing."""
+
+    AUTO = "auto"
+    DISTILL = "distill"
+    LM_DISTILL = "lm+distill"
+
+
+class HealConfig(Settings):
+    """How a smaller model is trained to match its original."""
+
+    steps: Steps
+    train: HealTrain = HealTrain.ALL
+    objective: HealObjective = HealObjective.AUTO
+    lora_rank: Few = 16
+    batch_size: Few = 4
+    seq_len: Length = 256
+    optimizer: HealOptimizer = HealOptimizer.AUTO
+    learning_rate: Positive | None = None  # 2e-4 with muon, 1e-4 with adamw
+    bf16: bool = True  # autocast, where the device has it in hardware
+    gradient_checkpointing: bool = False
+    out_dtype: Dtype = Dtype.AUTO
+    seed: Seed = 0
+    save_every: Steps | None = None  # a tenth of the steps
+
+    @model_validator(mode="after")
+    def _fitting_optimizer(self) -> HealConfig:
+        if self.optimizer is HealOptimizer.MUON and self.train is HealTrain.LORA:
+            raise ValueError("--config optimizer=muon does not go with --train lora")
+        return self
+
+
+class NeedleConfig(Settings):
+    """Contexts that a fact is hidden in; ``NEEDLE_LENGTHS`` where none are given."""
+
+    needle_lengths: Lengths = ()
+    needle_trials: Few = 4
+
+
+class EvaluateConfig(NeedleConfig):
+    """How a model is evaluated."""
+
+    copying: Annotated[int, Field(ge=0, le=10**6)] = 16  # repeated runs and passages
+    last_words: Annotated[int, Field(ge=0, le=10**6)] = 200  # passages
+    needle: bool = False
+    seq_len: Length = 512
+    batch_size: Few = 4
+    max_windows: Count | None = None
+    confidence: Level = 0.95
+    resamples: Few = 2000
+    tasks: Names = ()
+    speed: bool = True
+    decode_batches: Lengths = (1, 8)
+    memory: Memory | None = None
+    dtype: Dtype = Dtype.AUTO
+    seed: Seed = 0
+
+
+class RolesConfig(Settings):
+    """How roles of heads are measured."""
+
+    sequences: Annotated[Few, Field(ge=4)] = 64  # two choose an offset, two judge it
+    ablation_tokens: Amount = 0
+    trees: Place | None = None
+    attention: Names = ()
+    needle_lengths: Lengths = ()
+    seq_len: Length = 512
+    batch_size: Few = 4
+    confidence: Level = 0.95
+    resamples: Few = 1000
+    dtype: Dtype = Dtype.AUTO
+    seed: Seed = 0
+
+
+class CheckConfig(NeedleConfig):
+    """How a model is held to its limits."""
+
+    model: Place
+    data: Domains
+    tasks: Names = ()
+    split: str = "test"
+    text_column: str | None = None
+    label_column: str | None = None
+    baseline: Place | None = None
+    against: Place | None = None
+    limits: Texts = ()
+    confidence: Annotated[Level, Field(gt=0.5)] = 0.99
+    resamples: Annotated[Few, Field(ge=1000)] = 10_000
+    seq_len: Length = 512
+    batch_size: Few = 4
+    max_windows: Count | None = None
+    dtype: Dtype = Dtype.AUTO
+    role_sequences: Annotated[Few, Field(ge=10)] = 16  # fewer decide nothing
+    seed: Seed = 0
+    drop_unexpected: bool = False
+
+    def domains(self) -> dict[str, DataConfig]:
+        """Return the data by name; the first is the main one."""
+        return data_configs(self.data, self.part(DataConfig, source=""))
+
+    def evaluate_config(self) -> EvaluateConfig:
+        """Return how model and original are evaluated for these limits."""
+        shared = ("seq_len", "batch_size", "max_windows", "dtype", "seed", "tasks")
+        values = {name: getattr(self, name) for name in (*shared, *NeedleConfig.model_fields)}
+        values["needle"] = self._limits(_NEEDLE)
+        for setting, metrics in _ON_DEMAND.items():
+            default = EvaluateConfig.model_fields[setting].default
+            values[setting] = default if self._limits(*metrics) else 0
+        return EvaluateConfig(**values, speed=False)
+
+    def _limits(self, *metrics: str) -> bool:
+        return any(limit.strip().startswith(metrics) for limit in self.limits)
+
+
+class ExportDtype(str, Enum):
+    """Element type of exported weights."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    Q8_0 = "q8_0"  # of llama.cpp: blocks of 32 numbers of 8 bits, with a scale each
+
+
+class ExportProofBy(str, Enum):
+    """Proof of an exported model."""
+
+    AUTO = "auto"  # the engine where it is installed
+    ENGINE = "engine"
+    READ_BACK = "read-back"
+
+
+class ExportConfig(Settings):
+    """The format of an export; ``like`` is a GGUF file whose tokenizer is taken over."""
+
+    to: str
+    out_dtype: ExportDtype = ExportDtype.AUTO
+    like: Path | None = None
+    prove: ExportProofBy = ExportProofBy.AUTO
