@@ -229,11 +229,7 @@ def _uncomputed(projection: nn.Module, size: int) -> Iterator[list[tuple[Tensor,
 
 
 def _of_part(name: str, value: Any, states: Tensor, part: slice) -> Any:
-    """Return the part of an argument that belongs to some sequences.
-
-    Raises:
-        _Apart: If that is uncertain.
-    """
+    """Return the part of an argument for some sequences, or raise where that is uncertain."""
     if name == "position_embeddings" and isinstance(value, tuple):
         return tuple(_of_part(name, each, states, part) for each in value)
     if value is None or isinstance(value, bool | int | float | str):
@@ -296,11 +292,7 @@ class Order:
         self._reached: set[str] = set()
 
     def reach(self, attention: Attention) -> None:
-        """Note that a module runs.
-
-        Raises:
-            RunsTwice: If it ran before.
-        """
+        """Note that a module runs; raise ``RunsTwice`` if it ran before."""
         if attention.path in self._reached:
             raise RunsTwice(
                 f"'{attention.path}' runs in more than one layer, so there is no one place to "

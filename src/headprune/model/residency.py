@@ -46,12 +46,7 @@ class _Slot:
 
 
 class Residency:
-    """Fills the blocks of a model without weights as they run.
-
-    Args:
-        net: The model, on the meta device; its blocks stay there.
-        tensors: The tensors of its checkpoint.
-        device: Where it computes.
+    """Fills the blocks of a model on the meta device as they run on another device.
 
     Raises:
         Unmapped: If a weight is no tensor of the checkpoint, or no module is a block.

@@ -67,14 +67,7 @@ def built(
     tensors: Mapping[str, StoredTensor],
     options: Mapping[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Build a model on the meta device, with the loading info of transformers.
-
-    Args:
-        cls: Its class.
-        model: Folder or hub id.
-        config: Its config.
-        tensors: The headers of its checkpoint.
-        options: Other arguments of ``from_pretrained``.
+    """Build a model on the meta device from headers, with the loading info of transformers.
 
     Raises:
         Unmapped: If an output projection is no tensor of the checkpoint.
