@@ -28,7 +28,6 @@ from headprune.evaluation.report import Report
 from headprune.evaluation.samples import Samples
 from headprune.model.speed import ratios
 from headprune.pytest_plugin import assert_no_regression  # noqa: F401  (a fixture)
-from headprune.regression.actions import annotation, step_summary, workflow_commands
 from headprune.regression.baseline import Baseline, read_baseline
 from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.regression.git import git_state
@@ -44,6 +43,7 @@ from headprune.regression.verdicts import (
     overall,
     with_rare_errors,
 )
+from headprune.render.checks import annotation, step_summary, workflow_commands
 from tests import tiny
 from tests.test_cli import run
 
@@ -685,7 +685,7 @@ def test_annotations_and_summary_cannot_be_broken_out_of() -> None:
     assert [c.split()[0] for c in workflow_commands(some_verdicts())] == ["::error"] * 2
     text = step_summary("<img src=x>|`a`\n# b", some_verdicts(), Verdict.BROKEN)
     assert "<img" not in text and "\n# b" not in text and "\\|\\`a\\`" in text
-    assert text.count("\n| ") == 4  # the head and three limits, below a rule
+    assert text.count("\n| ") == 5  # the head, the rule and three limits
     assert "n=40 cannot tell" in text
 
 

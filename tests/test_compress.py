@@ -22,8 +22,6 @@ from headprune.compression.compress import Compressed, Outline, _Compression
 from headprune.compression.goals import SizeGoal, _mergeable, goal_of
 from headprune.compression.selection import lead
 from headprune.config import BudgetConfig, CompressConfig, DataConfig, HealConfig
-from headprune.console import compressed as console
-from headprune.console.compressed import contenders
 from headprune.context import Context
 from headprune.errors import (
     CheckpointError,
@@ -40,6 +38,8 @@ from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
 from headprune.model.open import Model
 from headprune.planning.budgets import Price, Prices
+from headprune.render import compressed as console
+from headprune.render import records, terminal
 from headprune.resuming import unwritable
 from headprune.schemas.manifest import amend_manifest, read_manifest
 from headprune.schemas.records import RefitWorth
@@ -84,7 +84,7 @@ def test_the_best_on_held_out_text_is_taken(
     assert result.as_json()["unseen_beyond"] == SMALL["seq_len"]
     paper = io.StringIO()
     console.compressed(Console(file=paper, width=200), result)
-    assert "contexts of more than 16 tokens were not looked at" in paper.getvalue()
+    assert "contexts of more than 16 tokens were not measured" in paper.getvalue()
     assert choice.chosen.kv_heads == manifest.kv_heads[1] < manifest.kv_heads[0]
     assert set(choice.chosen.by_text) == {"text0", "text1"}
     net = from_pretrained(tmp_path / "out")
@@ -514,7 +514,7 @@ def test_numbers_of_the_table_stay_whole_in_a_narrow_terminal(
 ) -> None:
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     paper = io.StringIO()
-    contenders(Console(file=paper, width=80), choice)
+    terminal.show(Console(file=paper, width=80), [records.contenders(choice)])
     lines = paper.getvalue().splitlines()
     words = " ".join(lines).split()
     assert {"perplexity", "parameters", f"{choice.original.parameters:,}"} <= {*words}

@@ -23,7 +23,7 @@ from headprune.planning.from_evidence import CutRequest
 from headprune.pytest_plugin import _assert_no_regression
 from headprune.regression.check import check, update_baseline
 from headprune.regression.limits import parse_limit
-from headprune.reports.report import report as write_report
+from headprune.render.report import report as write_report
 from tests import tiny
 from tests.cutting import uneven_plan
 from tests.test_cli import run

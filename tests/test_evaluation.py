@@ -16,7 +16,6 @@ from rich.console import Console
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.console.models import evaluation
 from headprune.data.batches import masked
 from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import packed_sequences
@@ -31,6 +30,7 @@ from headprune.evaluation.report import Report, metric
 from headprune.evaluation.samples import Samples
 from headprune.model.attention import attention_of
 from headprune.model.speed import measure
+from headprune.render.models import evaluation
 from tests import tiny
 
 FAST = {"seq_len": 16, "resamples": 200, "speed": False}
@@ -351,7 +351,7 @@ def test_models_of_other_dtypes_are_told_apart(text_file: Path, tmp_path: Path) 
         evaluation(console, evaluate(str(names[0]), data, config, against=str(names[1])))
         return " ".join(console.export_text().split())
 
-    assert "computed in bfloat16 float32 KV bytes" in shown(half, full)
+    assert "computed in bfloat16 float32" in shown(half, full)
     assert "computed in" not in shown(full, full)
 
 

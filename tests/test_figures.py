@@ -9,9 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from headprune.errors import CheckpointError, HeadpruneError
-from headprune.io.figures import Series, bars, curve, heat_map, pareto, save, trajectories
-
-ROWS = [[0.1, 0.9, None], [0.5], []]
+from headprune.io.figures import Series, curve, pareto, save
 
 
 def texts(path: Path) -> list[str]:
@@ -22,12 +20,8 @@ def texts(path: Path) -> list[str]:
 def every_figure() -> dict[str, Figure]:
     line = Series("gates $a$ <b>", [1, 2], [3.0, 4.0], [2.5, 3.5], [3.5, 4.5])
     return {
-        "map": heat_map(ROWS, ["first", "second", "third"], "Evidence"),
         "curve": curve([line], "Curve", "size", "perplexity", 2.5, higher_is_better=False),
-        "moving": trajectories([line], "Moving", y_label="loss", phases=[(1.5, "chosen")]),
-        "bars": bars(["1", "8"], {"model": [1, 2], "original": [3, 4]}, "Bars", "tokens/s"),
-        "empty map": heat_map([], [], "Nothing"),
-        "equal map": heat_map([[1.0, 1.0]], ["one"], "Equal"),
+        "moving": curve([line], "Moving", "step", "loss", phases=[(1.5, "chosen")]),
         "empty curve": curve([], "Nothing", "size", "quality"),
     }
 

@@ -34,8 +34,8 @@ from headprune.model.stored import id_of_model
 from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
 from headprune.regression.check import CheckReport, check
-from headprune.reports.report import report
-from headprune.reports.view import ShownRun
+from headprune.render.report import report
+from headprune.render.runs import Run
 from headprune.schemas.gates import read_gates, read_metadata
 from headprune.schemas.manifest import Manifest, read_manifest
 from headprune.schemas.records import Evidence, Healing, Merging, Pruning
@@ -300,8 +300,8 @@ def scattered(made: Path, measured: dict[str, Report], place: Path) -> list[Path
     return [place / "half", place / "most"]
 
 
-def perplexities(runs: tuple[ShownRun, ...]) -> list[list[float]]:
-    return [[e.qualities[0].value for e in run.evaluations] for run in runs]
+def perplexities(runs: tuple[Run, ...]) -> list[list[float]]:
+    return [[e.model.metrics[0].value for e in run.evaluations] for run in runs]
 
 
 def test_results_are_paired_with_their_evaluations_whatever_they_are_called(
@@ -318,12 +318,12 @@ def test_results_are_paired_with_their_evaluations_whatever_they_are_called(
     edit(file, lambda r: r["model"].update(id=r["model"]["id"].translate({48: "1", 49: "0"})))
     runs = report(places, tmp_path / "b.md").runs
     assert perplexities(runs) == [wanted[0], [], wanted[1]]
-    assert "Which result" not in runs[2].asked
+    assert "result is unknown" not in runs[2].summary
     # and where the files were not at hand, nobody knows
     edit(file, lambda r: r["model"].pop("id"))
     runs = report(places, tmp_path / "c.md").runs
     assert perplexities(runs) == [wanted[0], [], wanted[1]]
-    assert "The result is unknown: its files were not" in runs[2].asked
+    assert "The result is unknown: its files were not" in runs[2].summary
     assert "its files were not at hand" in (tmp_path / "c.md").read_text()
 
 
@@ -335,10 +335,10 @@ def test_scores_belong_to_what_they_chose(home: Path, tmp_path: Path) -> None:
     )
     (run, alone) = report([home / "half", tmp_path / "other"], tmp_path / "a.md").runs
     assert run.head_map is not None and run.head_map.evidence is None
-    assert alone.folder.name == "other"
-    assert f"chosen by magnitude (scores {read_scores(home / 'scores').id[:12]})" in run.asked
+    assert alone.path.name == "other"
+    assert f"chosen by magnitude (scores {read_scores(home / 'scores').id[:12]})" in run.summary
     runs = report([home / "half", tmp_path / "other", home / "scores"], tmp_path / "b.md").runs
-    assert [run.folder.name for run in runs] == ["half", "other"]
+    assert [run.path.name for run in runs] == ["half", "other"]
     assert runs[0].head_map is not None and runs[0].head_map.evidence == "score magnitude"
 
 
@@ -347,7 +347,7 @@ def test_the_page_tells_ids_and_the_command(home: Path, tmp_path: Path) -> None:
     edit(home / "half" / "headprune.json", lambda m: m.update(made_by=made_by))
     manifest = read_manifest(home / "half")
     page = report([home / "half"], tmp_path / "page.html").output.read_text()
-    for told in (manifest.id, manifest.parent, "headprune prune, keep 0.5, layout ragged"):
+    for told in (manifest.id, manifest.parent, "prune, keep 0.5, layout ragged"):
         assert str(told) in page
 
 

@@ -27,7 +27,7 @@ from headprune.gates.train_gates import train_gates
 from headprune.io.markup import inert, json_safe, printable, sentence, xml_safe
 from headprune.planning.from_evidence import CutRequest
 from headprune.regression.check import CheckReport, check, update_baseline
-from headprune.reports.report import report
+from headprune.render.report import report
 from tests import forked, tiny
 from tests.test_cli import printed
 
@@ -284,7 +284,7 @@ def test_a_bug_is_shown_and_is_no_command(
     assert len(meant) == 1 and "RuntimeError" in meant[0]
     assert "Traceback" in err and "in broken" in err
     assert_inert(err, *meant)
-    monkeypatch.setattr("headprune.regression.actions.annotation", broken)
+    monkeypatch.setattr("headprune.render.checks.annotation", broken)
     code, _, err = run(capsys, *FILES["baseline"][1](place))  # nothing is left to catch that
     assert code == 1 and "RuntimeError" in err
     assert_inert(err)

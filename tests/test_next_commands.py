@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from headprune.config import Dtype
-from headprune.console.next_commands import _free
 from headprune.io.shell import command
+from headprune.render.next_commands import _free
 from tests import tiny
 from tests.dying import write
 from tests.marks import slow_unless

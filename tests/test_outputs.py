@@ -19,7 +19,7 @@ import yaml
 
 from headprune.errors import CheckpointError
 from headprune.io import ownership, writing
-from headprune.io.figures import heat_map, save
+from headprune.io.figures import curve, save
 from headprune.io.outputs import claimed, claimed_file, refuse_foreign, whole_folder
 from headprune.io.writing import abandoned, beside, reserved, work_folder, write_whole, write_yaml
 from headprune.schemas.plan import Plan
@@ -536,7 +536,7 @@ def test_a_check_that_cannot_run_says_so_in_its_junit_file(
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_figures_are_known_by_their_maker(suffix: str, tmp_path: Path) -> None:
-    figure, file = heat_map([[0.5, 1.0]], ["0"], "Heads"), tmp_path / f"heads{suffix}"
+    figure, file = curve([], "Heads", "size", "loss"), tmp_path / f"heads{suffix}"
     save(figure, file)
     assert ownership.FIGURE(file)
     figure.savefig(file)  # the same, by matplotlib alone

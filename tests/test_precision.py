@@ -356,7 +356,7 @@ def test_an_overflow_is_refused_before_any_work(
     command: str, data: DataConfig, tmp_path: Path
 ) -> None:
     base = overflowing(tmp_path, 300.0)
-    refusal = r"overflows in float16: 'model.layers.2.mlp.*--config dtype=float32"
+    refusal = r"overflows in float16: 'model.layers.2.mlp.*dtype=float32"
     with pytest.raises(CheckpointError, match=refusal):
         COMMANDS[command](base, data, tmp_path / "out", Dtype.FLOAT16)
     assert not (tmp_path / "out").exists()
@@ -448,7 +448,7 @@ def test_tensors_without_a_place_are_refused(case: str, named: str | None, tmp_p
     config = json.loads((base / "config.json").read_text())
     cls = config["architectures"][0]
     (base / "config.json").write_text(json.dumps({**config, "architectures": named and [named]}))
-    with pytest.raises(CheckpointError, match=rf'"architectures": \["{cls}"\]') as refused:
+    with pytest.raises(CheckpointError, match='"architectures" in config.json') as refused:
         headprune.from_pretrained(base)
     assert len(str(refused.value)) <= 400 + len(str(base))
     headprune.from_pretrained(base, drop_unexpected=True)

@@ -20,7 +20,6 @@ import yaml
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
-from headprune import config as cfg
 from headprune.config import (
     DataConfig,
     HealConfig,
@@ -39,7 +38,6 @@ from headprune.gates.optimizer import GateOptimizer
 from headprune.gates.refitted import choose_and_refit
 from headprune.gates.train_gates import train_gates
 from headprune.io.writing import work_folder
-from headprune.reports.discovery import discover
 from headprune.resuming import CONFIG, STATE, Run
 from headprune.training import WEIGHTS, first_infinite
 from tests import tiny
@@ -169,9 +167,9 @@ def test_a_healing_killed_after_the_last_step_is_an_unbroken_one(
         tmp_path / "broken" / "h",
         train=train,
         resume=True,
-        step=lambda *at: steps.append(at),
+        step=lambda done, of, *_: steps.append((done, of)),
     )
-    assert not steps
+    assert 9 not in [of for _, of in steps]  # those of the writer are others
     assert (resumed.before, resumed.after, resumed.steps) == (whole.before, whole.after, 9)
     for name in ("model.safetensors", "heal.jsonl"):
         assert files(tmp_path / "broken" / "h")[name] == files(tmp_path / "whole" / "h")[name]
@@ -188,6 +186,15 @@ def test_a_killed_training_is_resumed_to_the_same_end(
     assert go_on(home, tmp_path) == whole
     gates(home, tmp_path / "other", train=Train.ATTENTION, seed=1)
     assert files(tmp_path / "other") != whole
+
+
+@pytest.mark.parametrize("train", slow_unless(Train.ALL.__eq__, [Train.GATES, Train.ALL]))
+def test_whatever_is_trained_is_resumed(train: Train, home: Path, tmp_path: Path) -> None:
+    gates(home, tmp_path / "whole", train=train)
+    with pytest.raises(Killed):
+        gates(home, tmp_path / "g", train=train, step=kill_at(8))
+    gates(home, tmp_path / "g", train=train, resume=True)
+    assert files(tmp_path / "g") == files(tmp_path / "whole")
 
 
 def test_checkpoints_of_gates_are_as_small_as_gates(home: Path, tmp_path: Path) -> None:
@@ -403,16 +410,6 @@ def test_a_long_name_has_a_folder(tmp_path: Path) -> None:
     assert one != other and one.name.endswith("-checkpoints")
 
 
-@pytest.mark.parametrize(("train", "command"), [(gates, "train-gates"), (healed, "heal")])
-def test_a_report_names_what_goes_on(
-    train: Callable[..., Any], command: str, home: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(Killed):
-        train(home, tmp_path / "o", step=kill_at(1))
-    with pytest.raises(CheckpointError, match=f"is not finished; go on with {command} --resume"):
-        discover(tmp_path)
-
-
 # numbers that are not finite
 
 
@@ -447,7 +444,7 @@ def test_a_training_that_breaks_down_writes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of_nan_after(step, group, monkeypatch)
-    with pytest.raises(TrainingError, match="Training broke down: .*Lower --gate-lr") as told:
+    with pytest.raises(TrainingError, match="Training broke down: .*Lower gate_lr") as told:
         gates(home, tmp_path / "g", train=Train.ATTENTION, save_every=9)
     assert message in str(told.value)
     assert told.value.exit_code == 1
@@ -470,7 +467,7 @@ def test_a_learning_rate_that_is_too_large_is_named(
     command = ["train-gates", home / "model", "--data", home / "text.txt", *settings]
     code, _, err = run(capsys, *command, "--target-heads", "0.5", tmp_path / "g")
     assert code == 1
-    assert "Lower --config gate_lr=or --config scale_lr=or --weight-lr, and start anew" in err
+    assert "Lower gate_lr or scale_lr or weight_lr, and start anew" in err
     assert not (tmp_path / "g").exists()
 
 
@@ -495,56 +492,32 @@ def test_a_healing_that_breaks_down_keeps_its_last_good_checkpoint(
 # settings
 
 
-INF, NAN = float("inf"), float("nan")
-
-
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        *((TrainGatesConfig, {"target_heads": 0.5, name: INF}) for name in ("gate_lr", "epochs")),
-        *(
-            (TrainGatesConfig, {"target_heads": 0.5, name: INF})
-            for name in ("temperature", "sparsity_warmup")
-        ),
-        (TrainGatesConfig, {"target_heads": 0.5, "init_log_alpha": NAN}),
+        (TrainGatesConfig, {"target_heads": 0.5, "gate_lr": float("inf")}),
+        (TrainGatesConfig, {"target_heads": 0.5, "init_log_alpha": float("nan")}),
         (TrainGatesConfig, {"target_heads": 0.5, "init_log_alpha": 1e30}),
-        (TrainGatesConfig, {"target_heads": 0.5, "seed": -1}),
         (TrainGatesConfig, {"target_heads": 0.5, "seed": 2**32}),
-        (TrainGatesConfig, {"target_heads": 0.5, "steps": 99999999999999999999}),
         (TrainGatesConfig, {"target_heads": 0.5, "batch_size": 10**12}),
-        (TrainGatesConfig, {"target_heads": NAN}),
-        (TrainGatesConfig, {"l0_penalty": INF}),
+        (TrainGatesConfig, {"l0_penalty": float("inf")}),
+        (TrainGatesConfig, {"target_heads": 0.5, "l0_penalty": 0.1}),
+        (TrainGatesConfig, {}),
         (HealConfig, {"steps": 10**10}),
-        (HealConfig, {"steps": 1, "learning_rate": INF}),
-        (HealConfig, {"steps": 1, "lora_rank": 10**12}),
+        (HealConfig, {"steps": 1, "learning_rate": float("inf")}),
         (HealConfig, {"steps": 1, "save_every": 10**30}),
-        (cfg.ConvertConfig, {"kv_heads": 1, "seed": -1}),
-        (cfg.CalibrationConfig, {"calibration_tokens": 10**30}),
-        (cfg.CalibrationConfig, {"seq_len": 10**30}),
-        (cfg.EvaluateConfig, {"confidence": NAN}),
-        (cfg.EvaluateConfig, {"resamples": 10**15}),
-        (cfg.EvaluateConfig, {"memory": "1e400GiB"}),
-        (cfg.BudgetConfig, {"min_speedup": INF}),
     ],
 )
 def test_settings_that_no_run_could_have_are_refused(
-    kind: type[cfg.Settings], settings: dict[str, Any]
+    kind: type[TrainGatesConfig | HealConfig], settings: dict[str, Any]
 ) -> None:
     with pytest.raises(ValidationError):
         kind(**settings)
-    with pytest.raises(HeadpruneError) as told:
-        cfg.build(kind, **settings)
-    assert list(settings)[-1].replace("_", "-") in str(told.value)
-    assert len(str(told.value)) < 300
 
 
 def test_as_many_steps_as_epochs_take_are_bounded(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        HeadpruneError, match=r"--config epochs=1e\+09 of .* Give fewer, or --steps"
-    ):
+    with pytest.raises(HeadpruneError, match=r"epochs 1e\+09 of .* Give fewer, or --steps"):
         gates(home, tmp_path / "g", steps=None, epochs=1e9)
-    with pytest.raises(HeadpruneError, match="--memory: give a number .*got '1e400GiB'"):
-        cfg.build(cfg.EvaluateConfig, memory="1e400GiB")
 
 
 # a full disk

@@ -19,7 +19,7 @@ from headprune.exporting.prune import prune
 from headprune.io.figures import MUTED, SERIES, save
 from headprune.model.attention import attention_of, identity
 from headprune.planning.from_evidence import CutRequest
-from headprune.reports.report import report
+from headprune.render.report import report
 from headprune.role import ROLES
 from headprune.role.pictures import roles_figure, roles_table, scores_figure
 from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan
@@ -216,16 +216,16 @@ def test_roles_belong_to_the_result_with_these_heads(llama_folder: Path, tmp_pat
     own = cut(whole, (0, 1, 2, 3)).model_copy(update={"model": MODEL})
     roles = write(own, tmp_path / "run" / "roles")
     (run,) = report([tmp_path / "run"], tmp_path / "page.html").runs
-    assert run.role_record == own
+    assert run.roles == own
     # those of the original are shown where there are none of the result
     shutil.rmtree(roles)
     write(whole, tmp_path / "run" / "roles")
     (run,) = report([tmp_path / "run"], tmp_path / "b.html").runs
-    assert run.role_record == whole
+    assert run.roles == whole
     # of another cut they are a run of their own
     other = write(cut(record(), (0, 1)), tmp_path / "other")
     runs = report([result, other], tmp_path / "c.html").runs
-    assert [one.role_record is not None for one in runs] == [False, True]
+    assert [one.roles is not None for one in runs] == [False, True]
     (other / "roles.json").write_text('{"schema_version": 1}')
     with pytest.raises(CheckpointError, match=r"roles.json' is not valid"):
         report([other], tmp_path / "d.html")

@@ -13,7 +13,7 @@ from headprune.exporting.card import rewrite_card, roles_section
 from headprune.exporting.prune import prune
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import Planned, plan
-from headprune.reports.report import report
+from headprune.render.report import report
 from headprune.role.measure import roles
 from headprune.schemas.roles import read_roles
 from headprune.tensors.units import Unit
@@ -130,12 +130,12 @@ def test_a_report_shows_what_became_of_roles(place: Path, tmp_path: Path) -> Non
     assert "| perplexity | - | 9.5 | - |" in card  # what is not measured anew stays
     assert "| induction | 1 | 0 | 0 | - | lost |" in card
     nothing = read_roles(tmp_path / "after").model_copy(update={"roles": {}})
-    assert roles_section(nothing) == "## Roles\n\nNo head has a role.\n\n"
+    assert roles_section(nothing) == "## Roles\n\nNo head has a role."
     other = report([tmp_path / "small"], tmp_path / "none.html").output.read_text()
     assert "Roles of" not in other
     alone = report([place / "roles"], tmp_path / "alone.html").output.read_text()
-    assert "What heads do" in alone
-    assert "What heads do" not in other
+    assert "Roles of heads" in alone
+    assert "Roles of heads" not in other
 
 
 def test_a_group_is_held_for_one_of_its_heads(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from rich.console import Console
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from headprune.config import CheckConfig, DataConfig, RolesConfig
-from headprune.console.roles import roles as show
 from headprune.errors import DataError, FamilyError
 from headprune.evidence.losses import losses_without
 from headprune.exporting.prune import prune
@@ -27,6 +26,7 @@ from headprune.model.passes import run_model
 from headprune.planning.from_evidence import CutRequest
 from headprune.regression.limits import parse_limit
 from headprune.regression.roles import LostRoles
+from headprune.render.roles import roles as show
 from headprune.role import ROLES
 from headprune.role.ablation import Out, head_means, random_sets, recorded, replayed, rises
 from headprune.role.inputs import Reading, repeated_inputs, token_classes

@@ -269,8 +269,10 @@ def interrupted(folder: Path, name: str, long: list[str], killed: int) -> str:
     other = ends[1 - killed]
     assert other.returncode == 2, other.stderr
     assert not (folder / name).exists()
-    again = [word for word in long if killed or word != "--shard"]  # in shards or not
-    done = forked.together(2, *again, "--resume", folder=folder)
+    alone = [word for word in long if word != "--shard"]
+    done = forked.together(2, *alone, "--resume", folder=folder)
+    assert done.returncode == 2 and "shard: True then, False now" in " ".join(done.stderr.split())
+    done = forked.together(2, *long, "--resume", folder=folder)
     assert done.returncode == 0, done.stderr
     return " ".join(other.stderr.split())
 
@@ -297,7 +299,6 @@ def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
     def long(name: str) -> list[str]:
-        # the optimiser that shards take, as one of them goes on without
         how = (
             "--config",
             "optimizer=adamw",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
-import sys
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -143,56 +141,6 @@ def test_planted_useless_heads_are_the_ones_removed(
 
 def state_of(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "gates.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("train", "method"),
-    slow_unless(
-        lambda train, method: train is Train.ALL or method is Method.REFIT,
-        [*((train, Method.L0) for train in Train), (Train.GATES, Method.REFIT)],
-    ),
-)
-def test_a_resumed_run_ends_where_an_unbroken_one_does(
-    train: Train, method: Method, llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"steps": 12, "save_every": 3, "train": train, "method": method}
-    whole = run(llama_folder, text_file, tmp_path / "whole", **settings)
-
-    class Killed(Exception):
-        pass
-
-    def kill(step: int, *_: object) -> None:
-        if step == 8:  # two steps after the last checkpoint
-            raise Killed
-
-    with pytest.raises(Killed):
-        run(llama_folder, text_file, tmp_path / "broken", step=kill, **settings)
-    assert not (tmp_path / "broken" / "gates.json").exists()
-    resumed = run(llama_folder, text_file, tmp_path / "broken", resume=True, **settings)
-
-    assert resumed.metadata == whole.metadata
-    for name, value in state_of(tmp_path / "whole").items():
-        assert torch.equal(value, state_of(tmp_path / "broken")[name]), name
-    assert whole.metadata.method is method
-    if whole.metadata.trained_weights:
-        weights = load_file(tmp_path / "whole" / "weights.safetensors")
-        again = load_file(tmp_path / "broken" / "weights.safetensors")
-        assert all(torch.equal(weights[name], again[name]) for name in weights)
-    histories = [
-        [json.loads(line) for line in (tmp_path / o / "history.jsonl").read_text().splitlines()]
-        for o in ("whole", "broken")
-    ]
-    assert [r["step"] for r in histories[1]] == list(range(1, 13))
-    assert histories[0] == histories[1]
-    other = run(llama_folder, text_file, tmp_path / "other", seed=1, **settings)
-    assert other.metadata.final_loss != whole.metadata.final_loss  # the comparison can fail
-
-
-def test_resume_refuses_other_settings(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        run(llama_folder, text_file, tmp_path / "g", step=lambda *_: sys.exit())
-    with pytest.raises(HeadpruneError, match=r"train_gates.gate_lr: .* then, 0.2 now"):
-        run(llama_folder, text_file, tmp_path / "g", resume=True, gate_lr=0.2)
 
 
 def test_a_stopped_run_leaves_a_checkpoint(

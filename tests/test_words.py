@@ -18,7 +18,6 @@ from transformers.utils import logging as transformers_logging
 import headprune
 from headprune.cli import terminal
 from headprune.config import CalibrationConfig, DataConfig
-from headprune.console import tables
 from headprune.context import Context
 from headprune.data.read import read_examples
 from headprune.errors import CheckpointError, DataError, PlanError
@@ -28,6 +27,8 @@ from headprune.model.attention import attention_of
 from headprune.model.loading import load_config
 from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
+from headprune.render import records
+from headprune.render import terminal as shown
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit
 from tests import tiny
@@ -59,7 +60,7 @@ def test_even_heads_are_not_called_uneven(
         assert code == 0, err
         assert said in " ".join(out.split())
     card = (tmp_path / "out" / "README.md").read_text()
-    assert ("Its layers differ in their number of heads" in card) == uneven
+    assert ("Uneven heads" in card) == uneven
 
 
 def test_an_even_conversion_is_not_called_uneven(
@@ -327,7 +328,7 @@ def test_a_refit_tells_how_far_it_is(llama_folder: Path, text_file: Path, tmp_pa
 def test_paths_are_shortened_by_what_they_share(
     paths: list[str], names: list[str], pattern: str
 ) -> None:
-    assert tables.shortened(paths) == (names, pattern)
+    assert shown.shortened(paths) == (names, pattern)
     if pattern:
         assert [pattern.replace("*", name) for name in names] == paths
 
@@ -338,7 +339,9 @@ def test_names_of_modules_do_not_break(heads: int, short: bool) -> None:
     part = AttentionPlan(query_heads=heads, kv_heads=heads, keep=tuple(range(heads)))
     drawn = io.StringIO()
     console = Console(file=drawn, width=80)
-    tables.plan_picture(console, Plan(unit=Unit.HEAD, attentions=dict.fromkeys(paths, part)))
+    shown.show(
+        console, [records.heads(Plan(unit=Unit.HEAD, attentions=dict.fromkeys(paths, part)))]
+    )
     lines = [line.strip() for line in drawn.getvalue().splitlines() if line.strip()]
     row = f"{11 if short else paths[-1]} +{'■' * heads} +{heads}/{heads}"
     assert sum(re.fullmatch(row, line) is not None for line in lines) == 1, drawn.getvalue()

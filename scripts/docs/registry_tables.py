@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from headprune.console.models import families_markdown
 from headprune.evaluation.metrics import METRICS
 from headprune.evaluation.report import Report
 from headprune.evidence.criteria import CRITERIA
@@ -19,6 +18,7 @@ from headprune.formats.format import ExportRecord
 from headprune.planning.targets import SHAPES, TARGETS
 from headprune.regression.baseline import Baseline
 from headprune.regression.check import CheckReport
+from headprune.render.models import families_markdown
 from headprune.role import ROLES
 from headprune.schemas.gates import GatesMetadata
 from headprune.schemas.manifest import Manifest

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # for type checkers and the reference, which read these names
     from headprune.commands.verify import verify as verify
     from headprune.context import Context as Context
     from headprune.model.loading import from_pretrained as from_pretrained
-    from headprune.reports.attention import attention_picture as attention_picture
+    from headprune.render.attention import attention_picture as attention_picture
     from headprune.schemas.plan import Plan as Plan
 
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
@@ -55,7 +55,7 @@ _MODULES = {
     **{name: f"headprune.commands.{name}" for name in _COMMANDS},
     "Context": "headprune.context",
     "Plan": "headprune.schemas.plan",
-    "attention_picture": "headprune.reports.attention",
+    "attention_picture": "headprune.render.attention",
     "from_pretrained": "headprune.model.loading",
 }
 

@@ -1,8 +1,8 @@
 """Several processes, one per device, as ``accelerate launch`` and ``torchrun`` start them.
 
 Every process holds the whole model, or a shard of it (``model.sharding``), and takes its share of a
-batch; ``Trainer`` averages their gradients, so that all of them know the same after every step. The
-main one alone writes and tells; what it finds out, the others learn from it.
+batch. ``Trainer`` averages their gradients, so that all have the same weights after every step. The
+main process alone writes and prints, and broadcasts its results.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ PATIENCE_S = 6 * 3600  # the others wait while the main process proves and write
 
 
 def count() -> int:
-    """Processes that were started; 1 without a launcher."""
+    """Return the number of processes; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """The number of this process; 0 is the main one."""
+    """Return the number of this process; 0 is the main one."""
     return int(os.environ.get("RANK", "0"))
 
 
 def is_main() -> bool:
-    """Whether this process is the one that writes and tells."""
+    """Whether this process writes and prints."""
     return rank() == 0
 
 
 def refuse_without_launcher() -> None:
-    """Refuses the settings of a launcher that ended, or of one that names no place to meet.
+    """Refuse settings that a launcher left behind.
 
     Raises:
         HeadpruneError: Naming the variables of the environment.
@@ -59,7 +59,7 @@ def refuse_without_launcher() -> None:
 
 
 def share_of(batch_size: int) -> int:
-    """Sequences of a batch that fall to each process.
+    """Return the sequences of a batch for each process.
 
     Raises:
         HeadpruneError: If they cannot be shared evenly, or the model itself would be split.
@@ -81,46 +81,46 @@ def share_of(batch_size: int) -> int:
 
 
 def on_main(work: Callable[[], Result]) -> Result:
-    """Waits for all processes, then does ``work`` in the main one alone.
+    """Wait for all processes, then call ``work`` in the main one alone.
 
     Returns:
-        What ``work`` returned, in every process.
+        Its result, in every process.
 
     Raises:
-        HeadpruneError: What ``work`` raised, in every process.
+        HeadpruneError: Its error, in every process.
     """
     if count() == 1:
         return work()
     from torch.distributed import broadcast_object_list
 
     _state().wait_for_everyone()
-    told: list[Result | HeadpruneError | None] = [None]
+    result: list[Result | HeadpruneError | None] = [None]
     if is_main():
         try:
-            told[0] = work()
+            result[0] = work()
         except HeadpruneError as error:
-            told[0] = error
-    broadcast_object_list(told, src=0)
-    if isinstance(told[0], HeadpruneError):
-        raise told[0]
-    return cast(Result, told[0])
+            result[0] = error
+    broadcast_object_list(result, src=0)
+    if isinstance(result[0], HeadpruneError):
+        raise result[0]
+    return cast(Result, result[0])
 
 
 def mean(values: list[float]) -> list[float]:
-    """The mean over all processes, number by number."""
+    """Return the mean over all processes, number by number."""
     if count() == 1:
         return values
     import torch
     from accelerate.utils import reduce
 
     # MPS and some others have no float64
-    own = torch.tensor(values, dtype=torch.float32, device=_state().device)
-    averaged: list[float] = reduce(own, "mean").tolist()
+    here = torch.tensor(values, dtype=torch.float32, device=_state().device)
+    averaged: list[float] = reduce(here, "mean").tolist()
     return averaged
 
 
 def gathered(value: Result) -> list[Result]:
-    """What each process has, in the order of their numbers."""
+    """Return the value of each process, in order."""
     if count() == 1:
         return [value]
     from torch.distributed import all_gather_object
@@ -132,27 +132,27 @@ def gathered(value: Result) -> list[Result]:
 
 
 def on_cpu() -> bool:
-    """Whether several processes train on CPUs, for want of GPUs: accelerate has to be told."""
+    """Whether several processes train on CPUs; accelerate needs to know."""
     if count() == 1:
         return False
     return devices.chosen().type == "cpu"
 
 
 def join() -> None:
-    """Makes the process group, where several processes have none yet."""
+    """Make the process group, where several processes have none yet."""
     if count() > 1:
         _state()
 
 
 def lost(error: BaseException) -> bool:
-    """Whether an error says that another process is gone."""
+    """Whether an error is the loss of another process."""
     # gloo has no class of its own for it; torch's is not imported for --help
-    told = isinstance(error, RuntimeError) and "gloo" in str(error)
-    return told or any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return by_gloo or any(kind.__name__ == "DistError" for kind in type(error).__mro__)
 
 
 def _state() -> PartialState:
-    """The process group, made on first use; ``Trainer`` finds it there and goes on with it."""
+    """Return the process group, made on first use; ``Trainer`` uses it too."""
     from accelerate import PartialState
 
     refuse_without_launcher()

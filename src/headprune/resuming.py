@@ -163,16 +163,6 @@ def unwritable(folder: Path, error: Exception) -> CheckpointError:
     )
 
 
-def unfinished(folder: Path) -> str | None:
-    """Return the command that resumes the training in a folder; None where there is none.
-
-    Raises:
-        CheckpointError: If its settings cannot be read.
-    """
-    settings = _settings_in(folder) if folder.name.endswith(_SUFFIX) else None
-    return None if settings is None else _COMMANDS[_section(settings)]
-
-
 def _plain(value: Any) -> Any:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 

@@ -13,7 +13,7 @@ from headprune.context import Context
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.reports.attention import AttentionPicture
+    from headprune.render.attention import AttentionPicture
 
 
 def _show(console: Console, result: AttentionPicture, values: Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ def attention(
     """Show what every head attends to in a sentence, on one page."""
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import REPORT
-    from headprune.reports.attention import AttentionPicture, refuse_other_suffix
+    from headprune.render.attention import AttentionPicture, refuse_other_suffix
     from headprune.role.sentence import read_sentence
 
     output = Path(output)

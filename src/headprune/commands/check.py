@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: CheckReport | Baseline, values: Mapping[str, Any]) -> None:
-    from headprune.console import checks
     from headprune.regression.baseline import Baseline
+    from headprune.render import checks
 
     if isinstance(result, Baseline):
         checks.recorded(console, result, str(values["baseline"]))
@@ -42,8 +42,8 @@ def _notify(
     say: Callable[[str], None],
 ) -> None:
     """Tell GitHub Actions."""
-    from headprune.regression import actions
     from headprune.regression.check import CheckReport
+    from headprune.render import checks as actions
 
     on_actions = os.environ.get("GITHUB_ACTIONS") == "true"
     if isinstance(result, HeadpruneError) and on_actions:

@@ -38,7 +38,7 @@ def _show(
     console: Console, result: Compressed | Outline | Curve, values: Mapping[str, Any]
 ) -> None:
     from headprune.compression.compress import Outline
-    from headprune.console import compressed
+    from headprune.render import compressed
 
     for point in result.points if isinstance(result, Curve) else [result]:
         if isinstance(point, Outline):

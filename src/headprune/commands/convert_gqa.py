@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: Result, values: Mapping[str, Any]) -> None:
-    from headprune.console import results
     from headprune.distillation.heal import Healed
     from headprune.exporting.convert_gqa import KvPreview
+    from headprune.render import results
 
     if isinstance(result, Healed):
         results.healed(console, result)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: Report, values: Mapping[str, Any]) -> None:
-    from headprune.console.models import evaluation
+    from headprune.render.models import evaluation
 
     evaluation(console, result)
 

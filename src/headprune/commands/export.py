@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: Exported, values: Mapping[str, Any]) -> None:
-    from headprune.console.results import exported
+    from headprune.render.results import exported
 
     exported(console, result)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, rows: list[Capability], values: Mapping[str, Any]) -> None:
-    from headprune.console import models
+    from headprune.render import models
 
     models.families(console, rows)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: Healed, values: Mapping[str, Any]) -> None:
-    from headprune.console.results import healed
+    from headprune.render.results import healed
 
     healed(console, result)
 

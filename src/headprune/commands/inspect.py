@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: Inspection, values: Mapping[str, Any]) -> None:
-    from headprune.console.models import inspection
+    from headprune.render.models import inspection
 
     inspection(console, result)
 

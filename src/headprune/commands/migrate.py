@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: Pruned, values: Mapping[str, Any]) -> None:
-    from headprune.console.results import pruned
+    from headprune.render.results import pruned
 
     pruned(console, result)
 

@@ -47,9 +47,9 @@ NO_REFIT = "none"
 
 
 def _show(console: Console, result: Pruned | Preview | Planned, values: Mapping[str, Any]) -> None:
-    from headprune.console import next_commands, results, scores
     from headprune.exporting.preview import Preview
     from headprune.planning.plan import Planned
+    from headprune.render import next_commands, results, scores
 
     if isinstance(result, Planned):
         saved, following = values["save_plan"], ""

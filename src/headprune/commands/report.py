@@ -16,18 +16,18 @@ from headprune.context import Context
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.reports.report import Reported
+    from headprune.render.report import Reported
 
 
 def _show(console: Console, result: Reported, values: Mapping[str, Any]) -> None:
     from rich.markup import escape
 
     for run in result.runs:
-        console.print(f"[bold]{escape(run.name)}[/]: {escape(run.asked)}")
+        console.print(f"[bold]{escape(run.name)}[/]: {escape(run.summary)}")
     console.print(f"Written to {escape(str(values['output']))}.")
 
 
-@command(Panel.JUDGE, _show, config=False, warnings=lambda result: result.warnings)
+@command(Panel.JUDGE, _show, config=False)
 def report(
     runs: Annotated[
         Path | str | Sequence[Path | str],
@@ -40,7 +40,7 @@ def report(
     context: Context = Context(),
 ) -> Reported:
     """Report on runs: heads, quality, memory, speed, verification and provenance, on one page."""
-    from headprune.reports.report import report
+    from headprune.render.report import report
 
     context.stage("drawing")
     folders = [runs] if isinstance(runs, str | Path) else runs

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: RolesRecord, values: Mapping[str, Any]) -> None:
-    from headprune.console.roles import roles
+    from headprune.render.roles import roles
 
     roles(console, result, values["output"])
 

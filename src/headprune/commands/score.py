@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: Scores, values: Mapping[str, Any]) -> None:
-    from headprune.console import next_commands, scores
+    from headprune.render import next_commands, scores
 
     output, model = values["output"], str(values["model"])
     allowed = Allowed(trust_remote_code=values["trust_remote_code"])
@@ -30,7 +30,7 @@ def _show(console: Console, result: Scores, values: Mapping[str, Any]) -> None:
 
 
 def _as_json(result: Scores) -> str:
-    from headprune.console.scores import scores_json
+    from headprune.render.scores import scores_json
 
     return scores_json(result)
 

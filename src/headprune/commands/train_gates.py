@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def _show(console: Console, result: GatesRun, values: Mapping[str, Any]) -> None:
     from headprune.config import Dtype
-    from headprune.console import next_commands, results
+    from headprune.render import next_commands, results
 
     model, dtype = str(values["model"]), Dtype(values["dtype"])
     allowed = Allowed(trust_remote_code=values["trust_remote_code"])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: Verification, values: Mapping[str, Any]) -> None:
-    from headprune.console.results import verification
+    from headprune.render.results import verification
 
     verification(console, result)
 

@@ -188,10 +188,11 @@ def _written(
     if in_shards():
         context.stage("probing the healed model")
         expected = probed(pair.model.net, pair.stored)
-    if step:
-        checkpoint = run.checkpoints / f"checkpoint-{step}"
-        trained = dict(pair.model.net.named_parameters())
-        edit = replace(edit, tensors=stored_weights(checkpoint) if in_shards() else trained)
+        pair.model.release()  # the main process writes alone, and reads no shards
+        weights = stored_weights(run.checkpoints / f"checkpoint-{step}") if step else {}
+        edit = replace(edit, tensors=weights)
+    elif step:
+        edit = replace(edit, tensors=dict(pair.model.net.named_parameters()))
 
     def written() -> Pruned:
         healing = Healing(

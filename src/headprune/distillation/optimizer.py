@@ -19,35 +19,35 @@ USUAL_RATE = {HealOptimizer.MUON: 2e-4, HealOptimizer.ADAMW: 1e-4}
 
 
 def resolved(config: HealConfig) -> HealConfig:
-    """A configuration with the optimiser and the learning rate that it comes to on this device.
+    """Return the configuration with optimiser and learning rate for this device.
 
     Muon orthogonalises in bfloat16, which is slow where a device only emulates it, and takes
-    whole matrices, which shards and low-rank additions are not.
+    whole matrices, so neither shards nor low-rank additions.
 
     Raises:
-        HeadpruneError: If Muon is asked for where it cannot be.
+        HeadpruneError: If Muon is chosen and not possible.
     """
-    known, asked = hasattr(torch.optim, "Muon"), config.optimizer
-    if asked is HealOptimizer.MUON and not known:
+    known, chosen = hasattr(torch.optim, "Muon"), config.optimizer
+    if chosen is HealOptimizer.MUON and not known:
         raise HeadpruneError(
             f"--config optimizer=muon needs torch 2.9 or newer, and this is {torch.__version__}. "
             "Install that, or use --config optimizer=adamw."
         )
-    if asked is HealOptimizer.MUON and in_shards():
+    if chosen is HealOptimizer.MUON and in_shards():
         raise HeadpruneError(
             "--config optimizer=muon takes matrices whole, and --shard splits them. Use optimizer "
             "adamw, or leave out --shard."
         )
-    if asked is HealOptimizer.AUTO:
+    if chosen is HealOptimizer.AUTO:
         split = in_shards() or config.train is HealTrain.LORA
         fit = known and not split and devices.computes_bfloat16()
-        asked = HealOptimizer.MUON if fit else HealOptimizer.ADAMW
-    rate = USUAL_RATE[asked] if config.learning_rate is None else config.learning_rate
-    return config.model_copy(update={"optimizer": asked, "learning_rate": rate})
+        chosen = HealOptimizer.MUON if fit else HealOptimizer.ADAMW
+    rate = USUAL_RATE[chosen] if config.learning_rate is None else config.learning_rate
+    return config.model_copy(update={"optimizer": chosen, "learning_rate": rate})
 
 
 def matrices(net: PreTrainedModel) -> list[nn.Parameter]:
-    """The weights of linear layers that are trained, but for the output embeddings."""
+    """Return the trained weights of linear layers, without embeddings."""
     linear = {id(m.weight) for m in net.modules() if isinstance(m, (nn.Linear, Conv1D))}
     head = net.get_output_embeddings()
     embeddings = {id(m.weight) for m in (head, net.get_input_embeddings()) if m is not None}
@@ -65,8 +65,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     Args:
         matrices: Weights of two dimensions.
-        others: All else.
-        learning_rate: Of both.
+        others: All other weights.
+        learning_rate: Learning rate of both.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of both, on the groups and the state that this optimiser holds."""
+        """Make a step of both, on the groups and the state of this optimiser."""
         loss = None if closure is None else closure()
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.param_groups, part.state = [group], self.state

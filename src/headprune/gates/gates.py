@@ -16,17 +16,17 @@ from headprune.tensors.units import Unit, members
 class Gates(nn.Module):
     """One gate per unit, over all attention modules in order.
 
-    Hard-concrete gates are sampled anew for every sequence of a batch while they are being chosen:
-    each sequence then measures another set of heads, which cuts the variance of the gradient by
-    the batch size (Voita et al. 2019 sample once per batch). After ``choose`` the gates that stay
-    are plain factors, trained on as such: they fold into W_O whatever their value, so nothing binds
-    them to [0, 1]. ``settle`` chooses by scores instead, before anything is sampled.
+    While heads are being chosen, hard-concrete gates are sampled for every sequence of a batch.
+    Each sequence then measures another set of heads, which divides the variance of the gradient by
+    the batch size (Voita et al. 2019 sample once per batch). After ``choose`` the open gates are
+    plain factors: they fold into W_O whatever their value, so nothing binds them to [0, 1].
+    ``settle`` chooses by scores instead, before anything is sampled.
 
     Attributes:
-        unit: What one gate opens and closes.
+        unit: The heads that one gate opens and closes.
         log_alpha: Location of every gate, shape (units,), float32.
         scale: Factor of every gate once the heads are chosen, shape (units,).
-        kept: Which units are left, shape (units,).
+        kept: Units that stay, shape (units,).
         chosen: Whether the heads are chosen.
     """
 
@@ -67,7 +67,7 @@ class Gates(nn.Module):
         self._gates: Tensor | None = None
 
     def sample(self, batch: int) -> None:
-        """Sets the gates of the next forward: one sample a sequence, or the values at test time."""
+        """Set the gates of the next forward: one sample a sequence, or the values at test time."""
         if self.chosen:
             gates = self.values()[None]
         else:
@@ -75,34 +75,34 @@ class Gates(nn.Module):
         self._gates = gates.index_select(1, self.unit_of_head)
 
     def disable(self) -> None:
-        """Leaves the model ungated in the next forward."""
+        """Leave the model ungated in the next forward."""
         self._gates = None
 
     def source(self, position: int) -> Tensor | None:
-        """The current gates of one attention module, shape (1 or batch, query heads)."""
+        """Return the gates of one attention module, shape (1 or batch, query heads)."""
         return None if self._gates is None else self._gates[:, self._rows[position]]
 
     def values(self) -> Float[Tensor, " units"]:
-        """The gates at test time; exactly 0 for units that do not stay."""
+        """Return the gates at test time; exactly 0 for units that do not stay."""
         if self.chosen:
             return self.scale * self.kept
         return hard_concrete.value(self.log_alpha)
 
     def expected_heads(self) -> Float[Tensor, ""]:
-        """Expected number of open query heads; a gate at its upper bound counts as one."""
+        """Return the expected number of open query heads; a gate at its bound counts as one."""
         if self.chosen:
             return (self.kept * self.sizes).sum()
         return (hard_concrete.open_share(self.log_alpha, self.temperature) * self.sizes).sum()
 
     def open_probability(self) -> Float[Tensor, " units"]:
-        """How likely every gate is open; 1 or 0 once the heads are chosen."""
+        """Return the probability of each gate to be open; 1 or 0 once the heads are chosen."""
         if self.chosen:
             return self.kept.to(self.sizes)
         return hard_concrete.open_probability(self.log_alpha, self.temperature)
 
     @torch.no_grad()
     def choose(self, kept: Sequence[int]) -> None:
-        """Fixes which units stay; from here on only their factors are trained."""
+        """Fix the units that stay; from here on only their factors are trained."""
         self.kept.zero_()
         self.kept[list(kept)] = True
         self.scale.copy_(hard_concrete.value(self.log_alpha))
@@ -110,7 +110,7 @@ class Gates(nn.Module):
 
     @torch.no_grad()
     def settle(self, kept: Sequence[int], scores: Float[Tensor, " units"]) -> None:
-        """Fixes which units stay, by scores; ``log_alpha`` says in which order they would go."""
+        """Fix the units that stay, by scores; ``log_alpha`` keeps their order."""
         self.kept.zero_()
         self.kept[list(kept)] = True
         ranks = scores.argsort().argsort().to(self.log_alpha) + 1

@@ -1,7 +1,6 @@
-"""What gates are trained on.
+"""Objectives of gates: each samples the gates and returns the loss of one batch.
 
-An objective samples the gates and returns the loss of one batch. It is the only place that knows
-when the model runs gated and when it does not.
+No other place knows when the model runs gated and when it does not.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ Loss = Callable[[nn.Module, Gates, Batch], Tensor]
 
 
 def labelled(model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
-    """The model's own loss against ``batch["labels"]``: lm, mlm and task."""
+    """Return the model's own loss against ``batch["labels"]``: lm, mlm and task."""
     gates.sample(batch["input_ids"].shape[0])
     loss: Tensor = model(**batch).loss
     return loss
 
 
 class Distillation:
-    """Matches the ungated model (see ``divergence``).
+    """Divergence from the ungated model (see ``model.losses``).
 
     Args:
-        head: What the model's outputs are for.
-        teacher: The model to match; None for the trained model itself without gates, which holds
-            as long as its weights are frozen and costs no memory.
-        own: Share of the loss that is the model's own against the labels.
-        bf16: Whether to compute in bfloat16 (autocast).
+        head: Head of the model.
+        teacher: The model to match; None for the trained model itself without gates, if its
+            weights are frozen: that takes no memory.
+        own: Weight of the model's own loss against the labels.
+        bf16: Compute in bfloat16 (autocast).
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class Distillation:
         self.bf16 = bf16
 
     def __call__(self, model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
-        """The loss of the gated model, averaged over real tokens."""
+        """Return the loss of the gated model, averaged over real tokens."""
         inputs = without_labels(batch)
         with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.bf16):
             gates.disable()
             with torch.no_grad():
                 wanted = (self.teacher or model)(**inputs)
             gates.sample(batch["input_ids"].shape[0])
-            got = model(**(batch if self.own else inputs))
-        return blended(got, wanted, batch, self.head, self.own)
+            outputs = model(**(batch if self.own else inputs))
+        return blended(outputs, wanted, batch, self.head, self.own)

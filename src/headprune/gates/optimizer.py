@@ -19,13 +19,13 @@ class GateOptimizer(torch.optim.AdamW):
         v <- b2 v + (1 - b2) mean(g^2)
         log_alpha <- log_alpha - lr m / sqrt(v)
 
-    Adam divides every coordinate by its own gradient scale, so a head that matters a hundred times
-    more than another moves no faster, only more steadily; with a few hundred noisy steps the
-    order among heads is then mostly luck. With one common scale the distance that a gate travels
-    is its summed gradient: what closing the head would have cost along the way.
+    Adam divides every coordinate by its own gradient scale: a head that matters a hundred times
+    more moves no faster, only more steadily. After a few hundred noisy steps the order of heads is
+    then mostly luck. With one scale the distance of a gate is its summed gradient: the cost of
+    closing the head along the way.
 
-    Closing some heads together makes the loss of a sequence explode; of such a step, whose gradient
-    is many times the usual one, only the direction counts, or it would outweigh all others.
+    Some heads closed together make the loss of a sequence explode. Only the direction of such a
+    step counts, or it would outweigh all others.
 
     Args:
         gates: The gates' ``log_alpha``.
@@ -63,7 +63,7 @@ class GateOptimizer(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step; AdamW passes over the gates because it is not shown their gradient."""
+        """Make a step; AdamW skips the gates, whose gradient it does not see."""
         group = self.param_groups[0]
         (gates,) = group["params"]
         gradient, gates.grad = gates.grad, None
@@ -87,7 +87,7 @@ class GateOptimizer(torch.optim.AdamW):
         return loss
 
     def _bounded(self, gradient: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """The gradient of a step, no larger than those before it let expect."""
+        """Return the gradient, bounded by ``_LARGEST`` times the usual mean square."""
         second = self.param_groups[0]["betas"][1]
         usual = state["second"] / (1 - second ** state["step"])
         factor = (_LARGEST * usual / gradient.square().mean()).sqrt().clamp(max=1)

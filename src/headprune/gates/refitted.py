@@ -1,9 +1,8 @@
 """Heads chosen by scores and W_O refitted, before one factor per head is trained.
 
-What a cut needs most is known without a step of training: which heads the others can make up for,
-and the W_O that makes up for them (``evidence.criteria.compensated``, ``surgery.refit``). Gates
-that choose while they train find worse heads with a hundred times the work, and those that are left
-then work around the choice. So the choice comes first, and all steps go to the factors.
+Scores and a refit (``evidence.criteria.compensated``, ``surgery.refit``) choose better heads than
+gates that choose while they train, with a hundredth of the work. So the choice comes first, and all
+steps go to the factors.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from headprune.surgery.refit import refit
 from headprune.tensors.selection import keep_best
 
 CRITERION = "compensated"
-ENOUGH = 4096  # tokens to choose and refit on without being asked to
+ENOUGH = 4096  # tokens for a refit by default
 
 
 def can_refit(net: PreTrainedModel, examples: Sequences) -> bool:
@@ -42,7 +41,7 @@ def can_refit(net: PreTrainedModel, examples: Sequences) -> bool:
 
 
 def original_of(net: PreTrainedModel, changed: Iterable[nn.Parameter]) -> nn.Module | None:
-    """The model as it is now, which shares with it all but what changes; None if nothing does."""
+    """Return a copy that shares all weights but the changed ones; None if none changes."""
     changing = {id(weight) for weight in changed}
     if not changing:
         return None
@@ -52,7 +51,7 @@ def original_of(net: PreTrainedModel, changed: Iterable[nn.Parameter]) -> nn.Mod
 
 
 def output_weights(attentions: Sequence[Attention]) -> list[nn.Parameter]:
-    """Every W_O, and its bias: what a refit changes."""
+    """Return every W_O and its bias: the weights that a refit changes."""
     some = (a for a in attentions if a.query_heads)
     return [weight for a in some for weight in a.output_projection.parameters()]
 
@@ -65,7 +64,7 @@ def choose_and_refit(
     examples: Sequences,
     context: Context,
 ) -> None:
-    """Closes the gates of the units that matter least, and refits every W_O to those that are left.
+    """Close the gates of the units that matter least, and refit every W_O to the others.
 
     Args:
         net: The model; its output projections change.
@@ -73,7 +72,7 @@ def choose_and_refit(
         gates: Their gates.
         heads: Query heads that stay.
         examples: Calibration text.
-        context: What it runs in.
+        context: Progress.
 
     Raises:
         DataError: If there is too little text, or something is not finite.
@@ -98,7 +97,7 @@ def choose_and_refit(
 
 @contextmanager
 def _in_float32(net: PreTrainedModel) -> Iterator[None]:
-    """Holds weights of half precision in float32 for a time: least squares need it."""
+    """Hold weights of half precision in float32 for a time: least squares need it."""
     half = [p for p in net.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
     before = [weight.dtype for weight in half]
     for weight in half:

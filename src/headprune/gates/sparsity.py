@@ -4,16 +4,15 @@
 
     sum_u size_u P(z_u != 0) = t
 
-CoFi and LLM-Shearing climb the multipliers of ``l1 (s - t) + l2 (s - t)^2`` by gradient ascent. The
-multipliers lag behind the gates and overshoot, which with a few hundred steps costs more than the
-heads do. The constraint is one equation in one multiplier, so it is solved instead: after every
-optimiser step all ``log_alpha`` move by the same ``-mu``, the one that puts the expected count on
-the target. ``log_alpha`` is held in the bounds of ``hard_concrete.BOUND``, and ``P`` counts from 0
-to 1 between them, so that every target can be met. The target itself falls linearly during a
-warm-up.
+CoFi and LLM-Shearing climb the multipliers of ``l1 (s - t) + l2 (s - t)^2`` by gradient ascent.
+They lag behind the gates and overshoot, which in a few hundred steps costs more than the heads do.
+Here the constraint is solved: after every optimiser step all ``log_alpha`` move by the one ``-mu``
+that puts the expected count on the target. ``log_alpha`` stays within ``hard_concrete.BOUND``, and
+``P`` counts from 0 to 1 between these bounds, so that every target can be met. The target falls
+linearly during a warm-up.
 
 **Penalty.** Voita et al. 2019 (eq. 8): lambda times the expected number of open heads, here per
-attention module. Where it ends is for lambda to say.
+attention module. The count at the end follows from lambda.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ class Sparsity(ABC):
     """What closes gates.
 
     Attributes:
-        heads: Query heads that stay at least.
+        heads: Least number of query heads that stay.
     """
 
     heads: int = 0
 
     @abstractmethod
     def penalty(self, gates: Gates) -> Tensor | float:
-        """Added to the loss of a step."""
+        """Return a term of the loss."""
 
     @abstractmethod
     def after_step(self, gates: Gates, done: float) -> None:
-        """Corrects the gates after an optimiser step, with a share of the choosing done."""
+        """Correct the gates after an optimiser step; ``done`` is the fraction of the choosing."""
 
     @abstractmethod
     def choice(self, gates: Gates) -> list[int]:
-        """The units that stay, when the heads are chosen."""
+        """Return the units that stay."""
 
     def target(self, done: float) -> float | None:
-        """The expected number of open heads asked for, if there is one."""
+        """Return the target of the expected number of open heads, if there is one."""
         return None
 
 
@@ -61,7 +60,7 @@ class HeadTarget(Sparsity):
     Args:
         heads: Query heads to keep; some set of units must add up to it.
         sizes: Query heads per unit.
-        warmup: Share of the choosing in which the target falls to this number.
+        warmup: Fraction of the choosing until the target has fallen to this number.
     """
 
     def __init__(self, heads: int, sizes: Sequence[int], warmup: float) -> None:
@@ -70,7 +69,7 @@ class HeadTarget(Sparsity):
         self._total = sum(sizes)
 
     def penalty(self, gates: Gates) -> float:
-        """The multiplier acts after the step, so nothing is added to the loss."""
+        """Return 0: the multiplier acts after the step."""
         return 0.0
 
     def target(self, done: float) -> float:
@@ -80,11 +79,11 @@ class HeadTarget(Sparsity):
 
     @torch.no_grad()
     def after_step(self, gates: Gates, done: float) -> None:
-        """Shifts all gates by the multiplier that meets the target."""
+        """Shift all gates by the multiplier that meets the target."""
         _bound(gates, gates.log_alpha - multiplier(gates, self.target(done)))
 
     def choice(self, gates: Gates) -> list[int]:
-        """The most open units that add up to the heads that stay."""
+        """Return the most open units that add up to the heads that stay."""
         return keep_best(gates.log_alpha.tolist(), gates.unit_sizes, self.heads)
 
 
@@ -101,21 +100,21 @@ class ConstantPenalty(Sparsity):
         self.modules = modules
 
     def penalty(self, gates: Gates) -> Tensor:
-        """Lambda times the mean over modules of the expected number of open heads."""
+        """Return lambda times the mean over modules of the expected number of open heads."""
         return self.strength * (gates.open_probability() * gates.sizes).sum() / self.modules
 
     @torch.no_grad()
     def after_step(self, gates: Gates, done: float) -> None:
-        """Holds the gates in their bounds."""
+        """Hold the gates in their bounds."""
         _bound(gates, gates.log_alpha)
 
     def choice(self, gates: Gates) -> list[int]:
-        """The units whose gate at test time is not zero."""
+        """Return the units whose gate at test time is not zero."""
         return gates.values().nonzero().flatten().tolist()
 
 
 def _bound(gates: Gates, log_alpha: Tensor) -> None:
-    """Sets the gates, within their bounds."""
+    """Set the gates, within their bounds."""
     gates.log_alpha.copy_(log_alpha.clamp(-hard_concrete.BOUND, hard_concrete.BOUND))
 
 

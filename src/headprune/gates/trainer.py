@@ -1,4 +1,4 @@
-"""Gate training on transformers.Trainer: what is optimised, when gates settle, what is saved."""
+"""The gated model with its loss, and its Trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GatedModel(LossModule):
     """A model, its gates, and the loss.
 
     Attributes:
-        refitted: Weights that were changed before the first step, and stay as they are.
+        refitted: Weights that change before the first step, and not after it.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class GatedModel(LossModule):
         self.config = model.config
 
     def forward(self, batch: Batch) -> Tensor:
-        """The loss of a batch, gated."""
+        """Return the loss of a batch, gated."""
         return self._loss(self.model, self.gates, batch)
 
     def trained_state(self) -> dict[str, Tensor]:
-        """Gates, and the weights that move or were refitted, by their names in this module."""
-        state = {f"gates.{name}": value for name, value in self.gates.state_dict().items()}
+        """Return the gates, and the weights that are trained or refitted, by name."""
         refitted = set(map(id, self.refitted))
-        state |= {n: p.detach() for n, p in self.named_parameters() if id(p) in refitted}
-        return super().trained_state() | state
+        weights = {n: p.detach() for n, p in self.named_parameters() if id(p) in refitted}
+        gates = {f"gates.{name}": tensor for name, tensor in self.gates.state_dict().items()}
+        return super().trained_state() | weights | gates
 
 
 def freeze(model: PreTrainedModel, attentions: list[Attention], train: Train) -> None:
-    """Lets the weights move that ``train`` names, and no others."""
+    """Set which weights are trained."""
     model.requires_grad_(train is Train.ALL)
     if train is Train.ATTENTION:
         for attention in attentions:
@@ -64,15 +64,19 @@ def freeze(model: PreTrainedModel, attentions: list[Attention], train: Train) ->
 
 
 def settled_rate(step: int, choosing: int, steps: int) -> float:
-    """Factor of a learning rate: 1 while heads are chosen, then linear to 0."""
+    """Return the factor of a learning rate: 1 while heads are chosen, then linear to 0."""
     return 1.0 if step < choosing else max(0.0, 1 - (step - choosing) / max(1, steps - choosing))
 
 
 class GateTrainer(ResumableTrainer):
     """Trainer with one learning rate for gates and one for weights.
 
-    Attributes:
+    Args:
+        config: Settings of the training.
+        sparsity: What closes gates.
         choosing: Steps after which the heads are chosen.
+        model: The module to train.
+        **kwargs: Arguments of ``ResumableTrainer``.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -87,34 +91,35 @@ class GateTrainer(ResumableTrainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(model=model, **kwargs)
-        self.gate_config = config
+        self.config = config
         self.sparsity = sparsity
         self.choosing = choosing
 
     @property
     def gates(self) -> Gates:
+        """The gates of the model."""
         gates: Gates = self.model.gates
         return gates
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, **kwargs: Any
     ) -> Tensor:
-        """The objective plus the penalty of open gates."""
+        """Return the loss plus the penalty of open gates."""
         loss: Tensor = model(inputs)
         self.last_loss = loss.item()
         return loss if self.gates.chosen else loss + self.sparsity.penalty(self.gates)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Gates with a common scale, the rest with AdamW (see ``GateOptimizer``)."""
+        """Make a ``GateOptimizer``."""
         if self.optimizer is None:
-            config, gates = self.gate_config, self.gates
+            config, gates = self.config, self.gates
             weights = [p for p in self.model.model.parameters() if p.requires_grad]
             rates = config.gate_lr, config.scale_lr, config.weight_lr
             self.optimizer = GateOptimizer(gates.log_alpha, gates.scale, weights, *rates)
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """Clips factors and weights, each group by itself; ``GateOptimizer`` bounds the gates.
+        """Clip factors and weights, each group by itself; ``GateOptimizer`` bounds the gates.
 
         One norm over all would tie the step of every gate to the largest gradient of a weight.
         """
@@ -129,7 +134,7 @@ class GateTrainer(ResumableTrainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Gates constant; the rest linear to zero once the heads are chosen."""
+        """Make a schedule: gates constant, the rest linear to 0 once the heads are chosen."""
         if self.lr_scheduler is None:
             optimizer = optimizer or self.create_optimizer()
             count = len(optimizer.param_groups)

@@ -1,21 +1,21 @@
 """Figures as files: pure drawing, numbers in and a matplotlib figure out.
 
 Colours are those of Okabe and Ito, which the colour-blind tell apart, and every series also has a
-marker and a dash of its own. Nothing here touches pyplot, so nothing has a global state and no
-display is needed. Text is drawn as it is: a ``$`` in a model's name is no formula.
+marker and a dash of its own. Nothing here touches pyplot, so there is no global state and no
+display. Text is drawn as it is: a ``$`` in a model's name is no formula.
 
-    figure = heat_map(scores, ["0", "1"], "Scores")
-    save(figure, Path("scores.svg"))
+    figure = curve([Series("gates", [1, 2], [3, 4])], "Title", "size", "loss")
+    save(figure, Path("curve.svg"))
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
@@ -33,11 +33,14 @@ INK, MUTED, GRID, PAPER = "#1b1f24", "#57606b", "#d8dde3", "#ffffff"
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#4b3c8f", "#e69f00")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
-EVIDENCE = "Blues"  # one hue, ever darker: read by lightness alone
 SUFFIXES = (".svg", ".png")
 DPI, MOST_PIXELS = 160, 16_000  # of a side
 MOST_LETTERS = 80  # of a name
-MOST_DRAWN = 1e100  # beyond it the arithmetic of axes overflows
+# the names that a page has for these colours, so that a dark page redraws them
+_IN_PAGE = {
+    **{INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", PAPER: "var(--card)"},
+    **{colour: f"var(--series-{i})" for i, colour in enumerate(SERIES)},
+}
 
 _STYLE: dict[str, Any] = {
     "text.parse_math": False,
@@ -65,7 +68,6 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "lines.markersize": 6,
-    "hatch.linewidth": 0.7,
 }
 
 
@@ -74,12 +76,12 @@ class Series:
     """Points that belong together.
 
     Attributes:
-        label: What the legend calls them.
+        label: Its name in the legend.
         x: Abscissas.
         y: Ordinates, as many.
         low: Lower ends of the intervals of ``y``, if it has some.
         high: Upper ends.
-        reference: Whether it is what the others are compared with; then it is grey.
+        reference: Whether the others are compared with it; then it is grey.
     """
 
     label: str
@@ -91,11 +93,11 @@ class Series:
 
 
 @contextmanager
-def style() -> Iterator[None]:
+def style(**changes: Any) -> Iterator[None]:
     """Draws and saves in the style of this module."""
     from matplotlib import rc_context
 
-    settings: Any = _STYLE  # matplotlib types every name of a setting
+    settings: Any = {**_STYLE, **changes}  # matplotlib types every name of a setting
     with rc_context(settings):
         yield
 
@@ -110,18 +112,8 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 
 def drawable(text: str) -> str:
-    """A name as a drawing can hold it: without controls, and not longer than the drawing."""
+    """Return a name as a drawing can hold it: without controls, and not longer than the drawing."""
     return shortened(xml_safe(" ".join(text.split())), MOST_LETTERS)
-
-
-def _number(value: float | None) -> float:
-    """A number that an axis can hold; NaN, which is not drawn, for others."""
-    known = value is not None and abs(value) <= MOST_DRAWN
-    return float(value) if value is not None and known else math.nan
-
-
-def _numbers(values: Sequence[float]) -> list[float]:
-    return [_number(value) for value in values]
 
 
 def _axes(
@@ -138,61 +130,7 @@ def _axes(
 
 
 @styled
-def heat_map(
-    rows: Sequence[Sequence[float | None]],
-    row_labels: Sequence[str],
-    title: str,
-    value_label: str = "evidence",
-    column_label: str = "head",
-) -> Figure:
-    """Layer by head: darker means more.
-
-    Args:
-        rows: One row of values per layer, of whatever length; None or NaN where there is no value.
-        row_labels: One label per row.
-        title: Title.
-        value_label: What the colours mean.
-        column_label: What a column is.
-    """
-    from matplotlib.patches import Rectangle
-
-    width = max((len(row) for row in rows), default=0)
-    grid = [[*map(_number, row), *[math.nan] * (width - len(row))] for row in rows]
-    row_labels = [drawable(label) for label in row_labels]
-    labels = max((len(label) for label in row_labels), default=0)
-    figure, axes = _axes(
-        max(3.4, 0.24 * width + 1.4 + 0.07 * labels),
-        max(1.8, 0.24 * len(rows) + 0.9),
-        title,
-        column_label,
-        "",
-    )
-    axes.grid(visible=False)
-    axes.spines[:].set_visible(False)
-    finite = [v for row in grid for v in row if math.isfinite(v)]
-    low, high = min(finite, default=0.0), max(finite, default=1.0)
-    for y, row in enumerate(rows):  # heads without a value are there, only unmeasured
-        for x in range(len(row)):
-            cell = Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor="#eef1f4", edgecolor=GRID)
-            cell.set_zorder(0)
-            axes.add_patch(cell)
-    if width and rows:
-        # equal values are neither low nor high: they get the middle of the scale
-        span = (low, high) if high > low else (low - 1.0, high + 1.0)
-        image = axes.imshow(grid, cmap=EVIDENCE, vmin=span[0], vmax=span[1], zorder=1)
-        if finite:
-            bar = figure.colorbar(image, ax=axes, label=drawable(value_label), shrink=0.8, pad=0.02)
-            bar.outline.set_visible(False)
-    axes.set_yticks(range(len(rows)), row_labels)
-    step = 1 if width <= 16 else 2 if width <= 32 else 4
-    axes.set_xticks(range(0, width, step))
-    axes.set(xlim=(-0.5, max(width, 1) - 0.5), ylim=(max(len(rows), 1) - 0.5, -0.5))
-    axes.tick_params(length=0)
-    return figure
-
-
-@styled
-def curve(
+def curve(  # noqa: PLR0913  # a drawing has many labels
     series: Sequence[Series],
     title: str,
     x_label: str,
@@ -200,40 +138,72 @@ def curve(
     baseline: float | None = None,
     baseline_label: str = "original",
     higher_is_better: bool | None = None,
+    phases: Sequence[tuple[float, str]] = (),
 ) -> Figure:
-    """Quality against size: one line per series, the baseline, and rings around the best.
+    """Draw quality against size, or what moves while something is trained.
 
     Args:
-        series: What was measured; sizes as ``x``, quality as ``y``.
+        series: One line each; without markers where a line has many points.
         title: Title.
-        x_label: What the size is.
-        y_label: What the quality is.
+        x_label: Name of the sizes or steps.
+        y_label: Name of the quality.
         baseline: Quality of the original, drawn as a line across.
         baseline_label: Its name.
         higher_is_better: Direction of the quality; where it is given, rings mark the points that
             no other beats on both axes (see ``pareto``).
+        phases: Where something begins, and what; drawn as upright lines.
     """
     figure, axes = _axes(4.4, 3.1, title, x_label, y_label)
     if baseline is not None:
         dashes, label = (0, (4, 3)), drawable(baseline_label)
-        axes.axhline(_number(baseline), color=MUTED, linestyle=dashes, linewidth=1.2, label=label)
+        axes.axhline(baseline, color=MUTED, linestyle=dashes, linewidth=1.2, label=label)
+    for at, name in phases:
+        axes.axvline(at, color=MUTED, linestyle=":", linewidth=1.0)
+        axes.annotate(
+            drawable(name),
+            (at, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -2),
+            textcoords="offset points",
+            va="top",
+            color=MUTED,
+            fontsize=8,
+        )
     for index, line in enumerate(sorted(series, key=lambda line: line.reference)):
-        _line(axes, line, index, markers=True)
+        _line(axes, line, index)
     if higher_is_better is not None:
-        drawn = ((line, _numbers(line.x), _numbers(line.y)) for line in series)
-        points = [point for _, x, y in drawn for point in zip(x, y, strict=True)]
-        points = [point for point in points if not any(map(math.isnan, point))]
-        best = [points[i] for i in pareto(points, higher_is_better)]
-        if best:
-            xs, ys = zip(*best, strict=True)
-            rings = axes.plot(xs, ys, "o", markersize=13, label="not beaten (Pareto)")[0]
-            rings.set(markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.2)
-    _legend(axes)
+        points = [point for line in series for point in zip(line.x, line.y, strict=True)]
+        xs, ys = zip(*(points[i] for i in pareto(points, higher_is_better)), strict=True)
+        rings = axes.plot(xs, ys, "o", markersize=13, label="not beaten (Pareto)")[0]
+        rings.set(markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.2)
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        # below the drawing, so that it never hides a point
+        figure.legend(handles, labels, loc="outside lower left", ncols=2)
     return figure
 
 
+def _line(axes: Axes, line: Series, index: int) -> None:
+    colour = MUTED if line.reference else SERIES[index % len(SERIES)]
+    marker = "*" if line.reference else MARKERS[index % len(MARKERS)]
+    axes.plot(
+        line.x,
+        line.y,
+        color=colour,
+        linestyle=DASHES[index % len(DASHES)],
+        marker=marker if len(line.x) <= 30 else None,
+        label=drawable(line.label),
+    )
+    if line.low is not None and line.high is not None:
+        # an interval need not hold its estimate; a bar starts from there
+        below = [max(0.0, y - low) for y, low in zip(line.y, line.low, strict=True)]
+        above = [max(0.0, high - y) for y, high in zip(line.y, line.high, strict=True)]
+        bars: Any = {"fmt": "none", "ecolor": colour, "elinewidth": 1.2, "capsize": 3}
+        axes.errorbar(line.x, line.y, [below, above], **bars)
+
+
 def pareto(points: Sequence[tuple[float, float]], higher_is_better: bool) -> list[int]:
-    """Positions of the (size, quality) points that no other beats: none is as small and better.
+    """Return positions of the (size, quality) points that no other beats.
 
     Of equal points all are on the front.
     """
@@ -248,109 +218,6 @@ def pareto(points: Sequence[tuple[float, float]], higher_is_better: bool) -> lis
     ]
 
 
-@styled
-def trajectories(
-    series: Sequence[Series],
-    title: str,
-    x_label: str = "step",
-    y_label: str = "",
-    phases: Sequence[tuple[float, str]] = (),
-) -> Figure:
-    """Numbers that move while something is trained.
-
-    Args:
-        series: One line each.
-        title: Title.
-        x_label: What moves on.
-        y_label: What is drawn.
-        phases: Where something begins, and what; drawn as upright lines.
-    """
-    from matplotlib.ticker import MaxNLocator
-
-    figure, axes = _axes(4.4, 2.9, title, x_label, y_label)
-    for at, name in phases:
-        axes.axvline(_number(at), color=MUTED, linestyle=":", linewidth=1.0)
-        axes.annotate(
-            drawable(name),
-            (at, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, -2),
-            textcoords="offset points",
-            va="top",
-            color=MUTED,
-            fontsize=8,
-        )
-    for index, line in enumerate(series):
-        _line(axes, line, index, markers=len(line.x) == 1)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _legend(axes)
-    return figure
-
-
-@styled
-def bars(
-    groups: Sequence[str],
-    values: Mapping[str, Sequence[float]],
-    title: str,
-    y_label: str,
-    reference: str | None = None,
-    baseline: float | None = None,
-) -> Figure:
-    """Bars side by side, one group per name, one bar in it per series.
-
-    Args:
-        groups: What stands under the axis.
-        values: Series name to one value per group.
-        title: Title.
-        y_label: What the values are.
-        reference: The series that the others are compared with; it is grey.
-        baseline: Where the original would stand, drawn as a line across.
-    """
-    figure, axes = _axes(4.4, 2.9, title, "", y_label)
-    axes.grid(visible=False, axis="x")
-    width = 0.8 / max(1, len(values))
-    for index, (name, heights) in enumerate(values.items()):
-        places = [g + (index - (len(values) - 1) / 2) * width for g in range(len(groups))]
-        drawn = axes.bar(
-            places,
-            _numbers(heights),
-            width * 0.92,
-            label=drawable(name),
-            color=MUTED if name == reference else SERIES[index % len(SERIES)],
-            hatch="" if name == reference else ("", "//", "..", "xx")[index % 4],
-            edgecolor=PAPER,
-            linewidth=0,
-        )
-        numbers = [f"{h:,.0f}" if 1_000 <= abs(h) < 1e9 else f"{h:.3g}" for h in heights]
-        axes.bar_label(drawn, numbers, fontsize=8, color=MUTED)
-    if baseline is not None:
-        axes.axhline(baseline, color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, label="original")
-    axes.set_xticks(range(len(groups)), [drawable(group) for group in groups])
-    axes.margins(y=0.14)
-    _legend(axes)
-    return figure
-
-
-def _line(axes: Axes, line: Series, index: int, markers: bool) -> None:
-    colour = MUTED if line.reference else SERIES[index % len(SERIES)]
-    style, sign = DASHES[index % len(DASHES)], MARKERS[index % len(MARKERS)]
-    marker = ("*" if line.reference else sign) if markers else None
-    xs, ys = _numbers(line.x), _numbers(line.y)
-    axes.plot(xs, ys, color=colour, linestyle=style, marker=marker, label=drawable(line.label))
-    if line.low is not None and line.high is not None:
-        # an interval need not hold its estimate; a bar starts from there
-        below = [max(0.0, y - low) for y, low in zip(ys, _numbers(line.low), strict=True)]
-        above = [max(0.0, high - y) for y, high in zip(ys, _numbers(line.high), strict=True)]
-        axes.errorbar(xs, ys, [below, above], fmt="none", ecolor=colour, elinewidth=1.2, capsize=3)
-
-
-def _legend(axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        # below the drawing, so that it never hides a point
-        axes.figure.legend(handles, labels, loc="outside lower left", ncols=2)
-
-
 def save(figure: Figure, path: Path) -> Path:
     """Writes a figure as .svg or .png, by the suffix of ``path``.
 
@@ -362,7 +229,7 @@ def save(figure: Figure, path: Path) -> Path:
     if suffix not in SUFFIXES:
         raise HeadpruneError(f"'{path}': figures are written as .svg or .png, not '{path.suffix}'.")
     buffer = BytesIO()
-    # a date would make the same figure another file; by the other a later run knows its own
+    # a date would make the same figure another file; by the creator a later run knows its own
     metadata = {
         ".svg": {"Date": None, "Creator": "headprune"},
         ".png": {"Software": "headprune"},
@@ -372,3 +239,33 @@ def save(figure: Figure, path: Path) -> Path:
         figure.savefig(buffer, format=suffix[1:], dpi=dpi, metadata=metadata[suffix])
     write_whole(path, buffer.getvalue())
     return path
+
+
+def inline_svg(figure: Figure, name: str, alt: str) -> str:
+    """Return a figure as an ``<svg>`` element in the colours and the font of the page.
+
+    Args:
+        figure: The drawing.
+        name: Distinguishes its ids from those of other figures on the page.
+        alt: What a screen reader says of it.
+    """
+    from markupsafe import escape
+
+    buffer = StringIO()
+    with style(**{"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = re.sub(r"<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
+    text = re.sub(r"^.*?<svg [^>]*(viewBox=\"[^\"]*\")[^>]*>", r"<svg \1>", text, flags=re.DOTALL)
+    text = text.replace("xlink:href", "href").replace(
+        "<svg ",
+        f'<svg role="img" aria-label="{escape(xml_safe(alt))}" class="chart" '
+        f'style="max-width:{min(900, 1.5 * 72 * figure.get_figwidth()):.0f}px" ',
+        1,
+    )
+    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
+    text = re.sub(r' id="([^"]*)"', lambda id_: id_[0] if id_[1] in used else "", text)
+    for colour, name in _IN_PAGE.items():
+        text = re.sub(re.escape(colour), name, text, flags=re.IGNORECASE)
+    # text is set in the font of the page
+    text = re.sub(r"font: (\d+ )?([\d.]+px)[^;\"]*", r"font-weight: \1; font-size: \2", text)
+    return text.replace("font-weight: ;", "")

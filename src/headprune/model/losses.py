@@ -17,10 +17,9 @@ from headprune.model.batch import Batch, Task
 from headprune.model.embedding import Head, tokens_seen
 from headprune.model.placement import is_sharded
 
-OWN_SHARE = 0.5  # of a language model's own loss, where it is trained on both; the most
+OWN_SHARE = 0.5  # largest weight of a language model's own loss beside the divergence
 
-
-# outputs of heads that are no "logits"
+# outputs of heads without "logits"
 _OTHER_LOGITS = (
     "start_logits",
     "end_logits",
@@ -33,14 +32,15 @@ _OTHER_LOGITS = (
 def divergence(got: Any, wanted: Any, batch: Batch, head: Head) -> Tensor:
     """Return the divergence of a model's outputs from another's, averaged over real tokens.
 
-    Squared error for regression, KL for classes, one KL per label for multi-label, and the relative
-    error of the last hidden states, at the pooled positions, for a model without a head.
+    Numbers are compared by squared error, classes by KL, labels that do not exclude each other by
+    a KL each, and last hidden states of a model without a head by relative error at the positions
+    that its embedding reads.
 
     Args:
         got: The outputs of the model.
-        wanted: The outputs to match.
+        wanted: The outputs of the model to match.
         batch: The inputs of both.
-        head: The task of both.
+        head: The head of the model.
     """
     mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
     if "decoder_input_ids" in batch:  # then the logits are those of the target
@@ -73,22 +73,22 @@ def _of_logits(logits: Tensor, target: Tensor, mask: Tensor, task: Task) -> Tens
 
 
 def _binary_kl(logits: Tensor, target: Tensor) -> Tensor:
-    """KL of one yes or no each, by their log-odds."""
+    """Return the KL of each pair of log-odds."""
     logits, target = logits.float(), target.float()
     entropy = F.binary_cross_entropy_with_logits(target, target.sigmoid(), reduction="none")
     return F.binary_cross_entropy_with_logits(logits, target.sigmoid(), reduction="none") - entropy
 
 
 def own_share(before: float) -> float:
-    """Return the share of a language model's own loss, ``before`` nats from the original.
+    """Return the weight of a language model's own loss, ``before`` nats from its original.
 
-    A model near the original has little to regain, and would learn the text instead.
+    A model near its original has little to recover, and would learn the text instead.
     """
     return min(OWN_SHARE, before)
 
 
 def blended(got: Any, wanted: Any, batch: Batch, head: Head, own: float) -> Tensor:
-    """Return the divergence, with a share of it replaced by the model's own loss.
+    """Return the divergence, blended with the model's own loss by the weight ``own``.
 
     As in Hinton et al. 2015 (arXiv:1503.02531, section 2), at a temperature of 1.
     """
@@ -101,7 +101,7 @@ def kl_divergence(
     target: Float[Tensor, "batch length classes"],
     mask: Tensor,
 ) -> Float[Tensor, ""]:
-    """Return KL(target || logits) in nats, averaged over positions with ``mask`` not 0."""
+    """Return KL(target || logits) in nats, averaged over the positions where ``mask`` is not 0."""
     log_p = F.log_softmax(target.float(), dim=-1)
     log_q = F.log_softmax(logits.float(), dim=-1)
     per_position = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
@@ -114,7 +114,7 @@ def relative_error(
     target: Float[Tensor, "batch length hidden"],
     mask: Tensor,
 ) -> Float[Tensor, ""]:
-    """Return squared error over squared norm of the target, at positions with ``mask`` not 0."""
+    """Return squared error over squared norm of the target, where ``mask`` is not 0."""
     weight = mask[..., None].to(states.device, torch.float32)
     error = ((states.float() - target.float()) ** 2 * weight).sum()
     norm: Tensor = (target.float() ** 2 * weight).sum()

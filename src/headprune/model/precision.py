@@ -109,7 +109,7 @@ def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | No
                 "again."
             )
     half = net.dtype in (torch.float16, torch.bfloat16)
-    instead = instead or f"Compute in another type: dtype {'float32' if half else 'float64'}."
+    instead = instead or f"Compute in another type: dtype={'float32' if half else 'float64'}."
     where = overflowed[0] if overflowed else type(net).__name__
     raise CheckpointError(
         f"'{model}' overflows in {dtype_name(net.dtype)}: '{where}' is the first module whose "

@@ -14,14 +14,12 @@ import numpy as np
 from markupsafe import Markup
 from torch import Tensor
 
-from headprune._version import __version__
 from headprune.context import Allowed, Context
 from headprune.errors import HeadpruneError, PlanError
-from headprune.io.markup import xml_safe
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import REPORT
 from headprune.io.writing import write_whole
-from headprune.reports.rendering import environment, script_json, template
+from headprune.render.html import page, template
 from headprune.role.sentence import LayerWeights, Sentence, read_sentence
 
 FIRST = 3  # heads that are shown where none is named
@@ -31,15 +29,10 @@ _COLOUR = (11, 83, 148)
 
 @dataclass(frozen=True)
 class AttentionPicture:
-    """What heads attend to in a sentence: a notebook shows it, and it can be saved.
-
-    Attributes:
-        sentence: The sentence, and all weights that are on the page.
-        heads: The heads shown first.
-    """
+    """What heads attend to in a sentence: a notebook shows it, and it can be saved."""
 
     sentence: Sentence
-    heads: tuple[str, ...]
+    heads: tuple[str, ...]  # shown first
 
     @staticmethod
     def of(
@@ -65,18 +58,14 @@ class AttentionPicture:
 
     def html(self) -> str:
         """The page: one file, nothing from elsewhere."""
-        return xml_safe(
-            environment(autoescape=True)
-            .get_template("attention.html.jinja")
-            .render(
-                sentence=self.sentence,
-                left_out=list(self.left_out()),
-                grids=[_grid(layers) for layers in _by_kind(self.sentence)],
-                version=__version__,
-                css=Markup(template("page.css") + template("attention.css")),
-                script=Markup(template("attention.js")),
-                data=Markup(script_json(self._data())),
-            )
+        return page(
+            "attention.html.jinja",
+            sentence=self.sentence,
+            left_out=list(self.left_out()),
+            grids=[_grid(layers) for layers in _by_kind(self.sentence)],
+            css=Markup(template("page.css") + template("attention.css")),
+            script=Markup(template("attention.js")),
+            data=self._data(),
         )
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
@@ -101,23 +90,6 @@ class AttentionPicture:
             f'<iframe srcdoc="{escape(self.html())}" title="What heads attend to" '
             'style="width:100%;height:760px;border:0"></iframe>'
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """The weights of the heads that are shown first."""
-        heads = []
-        for name in self.heads:
-            layer, place = self.sentence.head(name)
-            heads.append(
-                {
-                    **{"head": name, "path": layer.path, "kind": layer.kind},
-                    "queries": list(layer.queries.labels),
-                    "keys": list(layer.keys.labels),
-                    "weights": [
-                        [round(w, 4) for w in row] for row in layer.weights[place].tolist()
-                    ],
-                }
-            )
-        return {"text": self.sentence.text, "left_out": list(self.left_out()), "heads": heads}
 
     def left_out(self) -> Iterator[str]:
         """What of the sentence is not shown, in a sentence."""

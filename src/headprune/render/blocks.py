@@ -1,0 +1,112 @@
+"""Blocks of a page, and how numbers read: a result gives blocks, and every medium renders them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from headprune.render.head_map import HeadMap
+
+
+KEPT, ZERO, GONE = "■", "□", "·"  # a zero head is in the weights and computes nothing
+
+
+class Signs(str):
+    """A cell with a sign per head: capital letters and squares stand out."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text that is not escaped."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    names: int = 1  # columns of names, from the left; the others hold numbers
+    modules: bool = False  # the first column holds module paths, which a narrow terminal shortens
+    facts: bool = False  # cells are long values that may break anywhere
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sentence or two; a note begins with its tone."""
+
+    words: str
+    tone: Literal["", "verified", "note", "warning", "strong"] = ""
+
+
+@dataclass(frozen=True)
+class Code:
+    """Lines to be copied, or drawn with characters."""
+
+    text: str
+    language: str = "bash"
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing without a title, and its numbers for readers who cannot see it."""
+
+    title: str
+    figure: Figure
+    alt: str  # a sentence for screen readers
+    table: Table
+    note: str = ""
+    wide: bool = False  # it needs the width of the page
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number of the first screen; ``state`` is "good", "bad" or empty."""
+
+    name: str
+    value: str
+    detail: str
+    state: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Blocks under a title; ``folded`` where Markdown hides them behind it."""
+
+    title: str
+    blocks: Sequence[Block]
+    folded: bool = False
+
+
+Block: TypeAlias = "Table | Text | Code | Chart | Section | HeadMap"
+Page: TypeAlias = Sequence[Block]
+
+
+def percent(part: float, whole: float = 1.0) -> str:
+    """``50.0%``; ``-`` of nothing."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def byte_size(count: float) -> str:
+    """Bytes as MiB or GiB."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def short_count(count: int) -> str:
+    """A large count in a few characters: ``1.24 B``."""
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count:,}"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 limit``, ``2 limits``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def before_after(rows: Sequence[tuple[str, int, int]], title: str = "") -> Table:
+    """Counts before and after, with the fraction that is left."""
+    cells = [(name, f"{b:,}", f"{a:,}", percent(a, b)) for name, b, a in rows]
+    return Table(("", "before", "after", "left"), cells, title)

@@ -1,0 +1,169 @@
+"""The charts of a report, each with its numbers as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headprune.evaluation import metrics
+from headprune.evaluation.report import Difference, Metric, Report
+from headprune.io import figures
+from headprune.io.figures import Series
+from headprune.regression.baseline import DECISIVE
+from headprune.render.blocks import Chart, Table, percent
+from headprune.render.histories import History
+from headprune.render.records import short_name
+from headprune.render.runs import Run
+from headprune.role import pictures
+
+
+def main_metric(report: Report) -> Metric:
+    """The metric that leads: the first that the base has as well."""
+    base = _base_values(report)
+    return next((one for one in report.model.metrics if one.name in base), report.model.metrics[0])
+
+
+def _base_values(report: Report) -> dict[str, float]:
+    if report.against is None:
+        return {}
+    # the original is as near to itself as can be
+    nearest = {one.name: 1.0 for one in report.model.metrics if metrics.spec_of(one.name).of_two}
+    return nearest | {one.name: one.value for one in report.against.metrics}
+
+
+def quality_charts(runs: Sequence[Run]) -> list[Chart]:
+    """Quality against size: one chart per metric, data, conditions and base."""
+    groups: dict[tuple[Any, ...], list[tuple[Run, Report]]] = {}
+    for run in runs:
+        for report in run.evaluations:
+            name, base = main_metric(report).name, report.against
+            if name in _base_values(report) and base and base.cost.attention_parameters:
+                data = report.provenance.data_sha256
+                key = (name, data, base.id or base.name, _conditions(report))
+                groups.setdefault(key, []).append((run, report))
+    return [_quality_chart(members, alone=len(groups) == 1) for members in groups.values()]
+
+
+def _conditions(report: Report) -> tuple[str, ...]:
+    """Settings and element types that must be equal for models to be drawn together."""
+    settings = {
+        name: report.provenance.settings.get(name) for name in DECISIVE if name != "prefix_ids"
+    }
+    given = [f"--{name.replace('_', '-')} {v}" for name, v in settings.items() if v is not None]
+    models = [report.model, *([report.against] if report.against else [])]
+    return (*given, *dict.fromkeys(one.dtype for one in models))
+
+
+def _quality_chart(members: Sequence[tuple[Run, Report]], alone: bool) -> Chart:
+    run, first = members[0]
+    main, against, base_name = main_metric(first), first.against, run.base_name(first)
+    assert against is not None
+    base, whole = _base_values(first)[main.name], against.cost.attention_parameters
+    series, rows = [], []
+    for run, report in members:
+        metric, part = main_metric(report), report.model.cost.attention_parameters
+        name = run.name if report is run.evaluation else f"{run.name}: {report.model.name}"
+        difference = next((d for d in report.differences if d.name == main.name), None)
+        low, high = _bounds(metric.value, difference)
+        series.append(Series(name, [100 * part / whole], [metric.value], [low], [high]))
+        between = f"{low:.4g} to {high:.4g}" if low != high else "-"
+        rows.append((name, percent(part, whole), f"{metric.value:.4f}", between))
+    rows.append((base_name, "100.0%", f"{base:.4f}", "-"))
+    name = metrics.label(main.name)
+    figure = figures.curve(
+        [*series, Series(base_name, [100.0], [base], reference=True)],
+        "",
+        f"attention parameters, % of {base_name}",
+        name,
+        base,
+        f"quality of {base_name}",
+        main.higher_is_better,
+    )
+    better = "higher" if main.higher_is_better else "lower"
+    conditions = "" if alone else f"; {', '.join(_conditions(first))}"
+    data = short_name(str(first.provenance.data.get("source", "")))
+    return Chart(
+        "Quality against size",
+        figure,
+        f"{name} against the attention parameters left, for {len(series)} models and the base.",
+        Table(("", "attention parameters", name, "interval"), rows),
+        f"{name} on {data}, {better} is better; bars are paired intervals{conditions}.",
+    )
+
+
+def _bounds(value: float, difference: Difference | None) -> tuple[float, float]:
+    """The interval of the model's number: that of the difference, moved to the base's."""
+    if difference is None:
+        return value, value
+    i = difference.interval
+    if difference.kind == "difference":
+        return value - i.estimate + i.low, value - i.estimate + i.high
+    # the base's number over other windows can differ by rounding from value / estimate
+    return (
+        (value * i.low / i.estimate, value * i.high / i.estimate) if i.estimate else (value, value)
+    )
+
+
+def training_charts(run: Run) -> list[Chart]:
+    """How the expected number of heads fell, and how losses went."""
+    drawn = []
+    for one in run.histories:
+        heads = {
+            "expected open heads": one.column("expected_heads"),
+            "target": one.column("target_heads"),
+        }
+        if len({*heads["expected open heads"]}) > 1:  # known, and not chosen before the first step
+            known = {name: values for name, values in heads.items() if values}
+            drawn.append(_history("Open heads while gates are trained", "query heads", known, one))
+        title = "Loss while gates are trained" if one.kind == "gates" else "Healing"
+        drawn.append(_history(title, "loss", {"loss": one.column("loss")}, one))
+    return drawn
+
+
+def _history(title: str, unit: str, lines: dict[str, list[float]], history: History) -> Chart:
+    """Lines over steps, with about ten rows of them, first and last among them."""
+    steps, last = [point.step for point in history.points], len(history.points) - 1
+    places = sorted({round(i * last / 10) for i in range(11)})
+    rows = [(f"{steps[i]:,}", *(f"{line[i]:.4g}" for line in lines.values())) for i in places]
+    series = [Series(name, steps, values) for name, values in lines.items()]
+    name, first = next(iter(lines.items()))
+    note = f"All {history.steps:,} steps."
+    if len(steps) < history.steps:
+        width = -(-history.steps // len(steps))
+        note = f"{history.steps:,} steps as {len(steps):,} points; losses are means of {width}."
+    return Chart(
+        title,
+        figures.curve(series, "", "step", unit, phases=history.phases),
+        f"{name} from {first[0]:.4g} to {first[-1]:.4g} in {history.steps:,} steps.",
+        Table(("step", *lines), rows),
+        note,
+    )
+
+
+def roles_charts(run: Run) -> list[Chart]:
+    """Roles of heads, before and after a cut where both are known, and their scores."""
+    if (record := run.roles) is None:
+        return []
+    counts = {n: sum(h.role == n for m in record.modules for h in m.heads) for n in record.roles}
+    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
+    of = f"{record.model.name}, on {short_name(record.data.source)}"
+    columns, rows = pictures.roles_table(record)
+    scored = pictures.scores_table(record)
+    return [
+        Chart(
+            "Roles of heads",
+            pictures.roles_figure(record),
+            f"Heads with a role: {told}.",
+            Table(columns, rows, names=len(columns)),
+            f"{of}.",
+            wide=True,
+        ),
+        Chart(
+            "Scores of roles",
+            pictures.scores_figure(record),
+            "One small map of layers by heads for each score.",
+            Table(*scored),
+            f"{of}; outlined, and with a * in the table: the whole interval is over the line.",
+            wide=True,
+        ),
+    ]

@@ -1,0 +1,84 @@
+"""Verdicts at a terminal, and for GitHub Actions: a step summary and annotations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from headprune.evaluation.metrics import label
+from headprune.io.markup import inert
+from headprune.regression.verdicts import Judged, Verdict
+from headprune.render.blocks import Block, Table, Text, plural
+from headprune.render.markdown import escaped, table
+from headprune.render.terminal import show
+
+if TYPE_CHECKING:
+    from headprune.regression.baseline import Baseline
+    from headprune.regression.check import CheckReport
+
+_MARKS = {Verdict.PASSED: "✅", Verdict.BROKEN: "❌", Verdict.UNDECIDED: "⚠️"}
+
+
+def checked(console: Console, report: CheckReport) -> None:
+    """Limit by limit: the verdict and the number."""
+    level = next((f"{100 * one.confidence:g} % " for one in report.limits if one.confidence), "")
+    rows = [
+        (
+            one.verdict.value,
+            one.limit,
+            one.number(),
+            one.interval(),
+            "" if one.n is None else str(one.n),
+        )
+        for one in report.limits
+    ]
+    page: list[Block] = [Table(("", "limit", "measured", f"{level}interval", "n"), rows, names=2)]
+    for one in report.limits:
+        if one.verdict is Verdict.UNDECIDED:
+            page.append(Text(f"{one.limit}: {one.advice()}.", "warning"))
+    if report.baseline is not None:
+        commit = f", commit {report.baseline_commit[:12]}" if report.baseline_commit else ""
+        page.append(Text(f"Baseline: {report.baseline}{commit}."))
+    broken, undecided = (
+        sum(one.verdict is verdict for one in report.limits)
+        for verdict in (Verdict.BROKEN, Verdict.UNDECIDED)
+    )
+    counts = f"{plural(len(report.limits), 'limit')}, {broken} broken, {undecided} undecided"
+    show(console, [*page, Text(f"{report.model}: {report.verdict.value}: {counts}.")])
+
+
+def recorded(console: Console, baseline: Baseline, path: str) -> None:
+    """The numbers of a new baseline."""
+    rows = [(label(name), f"{value:.4f}") for name, value in baseline.metrics.items()]
+    rows += [(name.replace("_", " "), f"{count:,}") for name, count in baseline.structure.items()]
+    rows.append(("load route", baseline.load_route))
+    where = f"commit {baseline.commit[:12]}" if baseline.commit else "no git commit"
+    dirty = ", with changed files" if baseline.dirty else ""
+    n = max(map(len, baseline.samples.values()))
+    words = f"Baseline of {n} windows or examples ({where}{dirty}): {path}."
+    show(console, [Table(("", ""), rows), Text(words)])
+
+
+def step_summary(model: str, judged: Sequence[Judged], verdict: Verdict) -> str:
+    """Return a Markdown section with one row per limit."""
+    rows = [
+        (_MARKS[one.verdict], one.limit, "; ".join(filter(None, (one.found(), one.advice()))))
+        for one in judged
+    ]
+    title = f"### headprune check: {escaped(model)}: {_MARKS[verdict]} {verdict.value}"
+    return f"{title}\n\n{table(Table(('', 'limit', 'measured'), rows, names=3))}\n\n"
+
+
+def workflow_commands(judged: Sequence[Judged]) -> list[str]:
+    """Return workflow commands: an error per limit that does not hold for sure."""
+    return [
+        annotation("error", one.sentence()) for one in judged if one.verdict is not Verdict.PASSED
+    ]
+
+
+def annotation(level: str, message: str) -> str:
+    """Return one workflow command; a line break would end it, and one within it is none."""
+    text = inert(message).replace("%", "%25").replace("\n", "%0A")
+    return f"::{level} title=headprune check::{text}"

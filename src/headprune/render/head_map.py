@@ -1,0 +1,208 @@
+"""Layer by head: which heads stay, what speaks for each, and where the cells of a page lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from headprune.render.blocks import GONE, KEPT
+from headprune.render.markdown import line_of_code
+from headprune.tensors.units import Unit, members
+
+State = Literal["kept", "removed", "earlier", "scored"]  # earlier: it was gone before the run
+PerHead = Mapping[tuple[str, int], Any]  # by module path and head id
+_CELL, _GAP = 18, 3  # of the drawing, in its own units
+_WIDE = 16  # heads; with more of them the map gets the width of the page, and larger labels
+
+
+@dataclass
+class Cell:
+    """One head, by its id; ``evidence`` is the number that the map shows."""
+
+    head: int
+    state: State
+    evidence: float | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One attention module before the run."""
+
+    path: str
+    ids: Sequence[int]  # of its query heads
+    sizes: Sequence[int]  # query heads of every KV head; empty where these are not known
+    cells: list[Cell]
+
+    @staticmethod
+    def of(path: str, ids: Sequence[int], sizes: Sequence[int]) -> Layer:
+        """The layer, with a cell for every id up to the largest."""
+        cells = range(max(ids, default=-1) + 1)
+        return Layer(
+            path, ids, sizes, [Cell(h, "scored" if h in ids else "earlier") for h in cells]
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head, where they are equal; 1 otherwise."""
+        whole = len(set(self.sizes)) == 1 and len(self.cells) == len(self.ids)
+        return self.sizes[0] if whole else 1
+
+
+@dataclass
+class HeadMap:
+    """Layer by head."""
+
+    layers: list[Layer]
+    evidence: str | None = None  # name of the number that is shown
+    name: str = ""  # of its run, beside others
+
+    def keep(self, kept: Set[tuple[str, int]]) -> None:
+        """Marks the heads that stay, by path and id, and those that go."""
+        for layer in self.layers:
+            for cell in layer.cells:
+                if cell.state != "earlier":
+                    cell.state = "kept" if (layer.path, cell.head) in kept else "removed"
+
+    def show(self, label: str, values: PerHead) -> None:
+        """Draws a number of every head."""
+        self.evidence = label
+        for layer in self.layers:
+            for cell in layer.cells:
+                cell.evidence = values.get((layer.path, cell.head))
+
+    def tell(self, name: str, facts: PerHead) -> None:
+        """Adds a fact of heads."""
+        for layer in self.layers:
+            for cell in layer.cells:
+                value = facts.get((layer.path, cell.head))
+                if value is not None and cell.state != "earlier":
+                    cell.facts[name] = f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    def tell_kv_heads(self, merged: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Adds the KV head of every query head, and the KV heads that were merged into one."""
+        for layer in self.layers:
+            if [*layer.ids] != [*range(sum(layer.sizes))]:
+                continue  # it was cut before: the ids of its KV heads are not their positions
+            shared = {kv: group for group in merged.get(layer.path, ()) for kv in group}
+            if set(layer.sizes) == {1} and not shared:
+                continue
+            of_head = (kv for kv, size in enumerate(layer.sizes) for _ in range(size))
+            for cell, kv in zip(layer.cells, of_head, strict=True):
+                others = ", ".join(str(one) for one in shared.get(kv, ()) if one != kv)
+                cell.facts["KV head"] = f"{kv}, merged with {others}" if others else str(kv)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All heads."""
+        return [cell for layer in self.layers for cell in layer.cells]
+
+    @property
+    def only_scored(self) -> bool:
+        """Whether nothing was chosen yet."""
+        return any(cell.state == "scored" for cell in self.cells)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Heads that stay, and all."""
+        return sum(cell.state in ("kept", "scored") for cell in self.cells), len(self.cells)
+
+    @property
+    def title(self) -> str:
+        """How many heads stay."""
+        stay, heads = self.counts
+        of = f" of {self.name}" if self.name else ""
+        return (
+            f"Heads{of}: {heads} scored"
+            if self.only_scored
+            else f"Heads{of}: {stay} of {heads} stay"
+        )
+
+    @property
+    def key(self) -> str:
+        """What its signs say."""
+        return "" if self.only_scored else f"{KEPT} stays, {GONE} is removed."
+
+    def labels(self) -> list[str]:
+        """What of module paths differs: ``model.layers.7.self_attn`` among its like is ``7``."""
+        parts = [layer.path.split(".") for layer in self.layers]
+        if len(parts) < 2 or len(set(map(len, parts))) > 1:
+            return [layer.path for layer in self.layers]
+        differing = [i for i, names in enumerate(zip(*parts, strict=True)) if len({*names}) > 1]
+        return [".".join(names[i] for i in differing) for names in parts]
+
+    def lines(self) -> str:
+        """The map as text, one line per layer."""
+        labels = [line_of_code(label) for label in self.labels()]
+        width = max(map(len, labels), default=0)
+        signs = {"kept": KEPT, "removed": GONE, "earlier": " ", "scored": KEPT}
+        lines = []
+        for label, layer in zip(labels, self.layers, strict=True):
+            drawn = "".join(signs[cell.state] for cell in layer.cells)
+            group = layer.group if layer.group > 1 else len(drawn) or 1
+            parts = [drawn[at : at + group] for at in range(0, len(drawn), group)]
+            lines.append(f"{label:<{width}}  {' '.join(parts)}".rstrip())
+        return "\n".join(lines)
+
+    def geometry(self) -> dict[str, Any]:
+        """Where the cells of a drawing lie, in its own units."""
+        step, labels = _CELL + _GAP, self.labels()
+        columns = max((len(layer.cells) for layer in self.layers), default=0)
+        letter = 17 if columns > _WIDE else 7
+        left = min(max(8 + letter * max(map(len, labels), default=0), 24), 200)
+        low, high = self._scale()
+        cells, right = [], 0
+        for y, layer in enumerate(self.layers):
+            for x, cell in enumerate(layer.cells):
+                gaps = x // layer.group * 5 if layer.group > 1 else 0
+                at = left + x * step + gaps
+                strength = _strength(cell.evidence, low, high) if self.evidence else 0.75
+                cells.append((at, 18 + y * step, cell.state[0], strength))
+                right = max(right, at + _CELL)
+        return {
+            "cells": cells,
+            "labels": [(label, 18 + y * step + 13) for y, label in enumerate(labels)],
+            "label_width": left,
+            "width": right + 4,
+            "height": 18 + len(self.layers) * step + 2,
+            "columns": columns,
+            "wide": columns > _WIDE,
+            "data": self._facts(),
+        }
+
+    def _scale(self) -> tuple[float, float]:
+        """The evidence that is palest, and darkest: of a probability 0 and 1."""
+        values = (cell.evidence for cell in self.cells)
+        known = [value for value in values if value is not None and math.isfinite(value)]
+        low, high = min(known, default=0.0), max(known, default=1.0)
+        return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
+
+    def _facts(self) -> dict[str, Any]:
+        """What the page tells of a head that is pointed at."""
+        names = list(dict.fromkeys(name for cell in self.cells for name in cell.facts))
+        cells = [
+            [y, cell.head, cell.state[0], [cell.facts.get(name) for name in names]]
+            for y, layer in enumerate(self.layers)
+            for cell in layer.cells
+        ]
+        return {"paths": [layer.path for layer in self.layers], "names": names, "cells": cells}
+
+
+def _strength(value: float | None, low: float, high: float) -> float:
+    if value is None or not math.isfinite(value):
+        return 0.0
+    return round((value - low) / (high - low), 3) if high > low else 0.5
+
+
+def per_head(layers: Iterable[Layer], unit: Unit, values: Sequence[Any]) -> PerHead:
+    """Return numbers of units, which are counted through all layers, by head."""
+    numbers: dict[tuple[str, int], Any] = {}
+    start = 0
+    for layer in layers:
+        units = members(unit, layer.sizes)
+        for value, inside in zip(values[start : start + len(units)], units, strict=True):
+            numbers |= {(layer.path, layer.ids[place]): value for place in inside}
+        start += len(units)
+    return numbers

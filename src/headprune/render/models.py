@@ -1,0 +1,181 @@
+"""What models are made of, and what was measured of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from headprune.evaluation.metrics import label
+from headprune.render.blocks import Block, Table, Text, byte_size, percent
+from headprune.render.markdown import table
+from headprune.render.terminal import folded, show
+
+if TYPE_CHECKING:
+    from headprune.evaluation.report import ModelReport, Report
+    from headprune.family.capabilities import Capability
+    from headprune.model.inspection import Inspection
+
+_LEGEND = (
+    "All of them: cuts with other counts in every layer, layers without heads. native: a "
+    "plain config that loads anywhere. runtime: modeling_headprune.py lies beside the weights, "
+    "which asks for trust_remote_code=True, or for headprune.from_pretrained."
+)
+
+
+def inspection(console: Console, report: Inspection) -> None:
+    """A model's attention, module by module, and what cuts would save."""
+    several = len({a.kind for a in report.attentions}) > 1
+    rows = {}
+    for a in report.attentions:
+        numbers = (a.query_heads, a.kv_heads, a.head_dim, f"{a.parameters:,}")
+        rows[a.path] = (*[a.kind] * several, *map(str, numbers))
+    columns = (*["kind"] * several, "query heads", "KV heads", "head_dim", "parameters")
+    page: list[Block] = [
+        Text(
+            f"{report.architecture} (family {report.family}, {report.task}, {report.dtype}): "
+            f"{report.parameters:,} parameters, "
+            f"{percent(report.attention_parameters, report.parameters)} of them in attention"
+        ),
+        Table(("attention module", *columns), folded(rows), names=1 + several, modules=True),
+    ]
+    if report.kv_cache_bytes_per_token:
+        sizes = ", ".join(f"{n:,} in {d}" for d, n in report.kv_cache_bytes_per_token.items())
+        page.append(Text(f"KV cache, bytes per token: {sizes}"))
+    savings = [
+        (
+            f"{saving.heads_removed:.0%}",
+            f"{saving.parameters:,}",
+            percent(saving.parameters, report.parameters),
+            f"{saving.kv_cache_bytes_per_token:,}",
+        )
+        for saving in report.savings
+    ]
+    saved = ("parameters saved", "of the model", "KV bytes/token saved")
+    page.append(Table(("heads removed", *saved), savings))
+    page.append(Text(f"Default unit: {report.unit.value} ({report.units} of them)."))
+    show(console, [*page, *(Text(note, "note") for note in report.notes)])
+
+
+def families(console: Console, rows: list[Capability]) -> None:
+    """What works for which family; every listed one can be gated, cut and proven."""
+    grid, notes = _families(rows)
+    show(console, [grid, *map(Text, (*notes, _LEGEND))])
+
+
+def families_markdown(rows: list[Capability]) -> str:
+    """The same as Markdown, for the documentation."""
+    grid, notes = _families(rows)
+    return "\n\n".join([table(grid), "<br>\n".join(notes), _LEGEND])
+
+
+def _families(rows: list[Capability]) -> tuple[Table, list[str]]:
+    """The table, and the numbered reasons that it points to."""
+    notes: list[str] = []
+
+    def note(reason: str) -> str:
+        if reason not in notes:
+            notes.append(reason)
+        return f"({notes.index(reason) + 1})"
+
+    cells = []
+    for row in rows:
+        fewer = row.fewer_kv_heads
+        if fewer not in ("native", "runtime"):
+            fewer = f"no {note(fewer)}"
+        refused = ", ".join(f"{name} {note(reason)}" for name, reason in row.refused.items())
+        name = f"{row.family} (transformers {row.since})" if row.since else row.family
+        gates = "yes" if row.gates else "no text"
+        cells.append((name, ", ".join(row.attention), gates, row.even, row.uneven, fewer, refused))
+    columns = (
+        "family",
+        "attention",
+        "gates",
+        "even cut",
+        "uneven cut",
+        "fewer KV heads",
+        "refused",
+    )
+    numbered = [f"({number}) {reason}." for number, reason in enumerate(notes, 1)]
+    return Table(columns, cells, names=len(columns)), numbered
+
+
+def evaluation(console: Console, report: Report) -> None:
+    """Quality, size and speed, beside the base where there is one."""
+    show(console, evaluated(report))
+
+
+def evaluated(report: Report, base: str | None = None) -> list[Block]:
+    """The same as blocks.
+
+    Args:
+        report: What was measured.
+        base: What to call the base; by default its name.
+    """
+    names = _names([report.model, *([report.against] if report.against else [])])
+    if base is not None and report.against is not None:
+        names[1] = base
+    errors = {one.name: one.stderr for one in report.model.metrics}
+    stderr = {label(name): f" ± {error:.4f}" for name, error in errors.items() if error}
+    rows: list[Sequence[str]] = [
+        (name, f"{value}{stderr.get(name, '')}", of_base, change)
+        for name, of_base, value, change in report.rows()
+    ]
+    columns = ["", *names, f"model against {names[-1]}"]
+    ours, theirs = _sizes(report.model), _sizes(report.against) if report.against else {}
+    for name, number in ours.items():
+        of_base = theirs.get(name)
+        ratio = f"{number / of_base:.3f} x" if of_base else "-"
+        rows.append((name, _shown(name, number), _shown(name, of_base), ratio))
+    if report.against is not None and report.against.dtype != report.model.dtype:
+        rows.append(("computed in", report.model.dtype, report.against.dtype, "-"))
+    if report.against is None:
+        columns, rows = columns[:2], [row[:2] for row in rows]
+    page: list[Block] = [Table(columns, rows)]
+    depths, needles = report.needle()
+    if needles:
+        beside = " (of the base in brackets)" if report.against is not None else ""
+        page.append(Table(depths, needles, f"Needles found, by context and depth{beside}"))
+    return page
+
+
+def _names(models: Iterable[ModelReport]) -> list[str]:
+    """Names of models, without their folders where the names still differ."""
+    whole = [model.name for model in models]
+    short = [Path(name).name for name in whole]
+    return short if all(short) and len({*short}) == len(short) else whole
+
+
+def _sizes(model: ModelReport) -> dict[str, float]:
+    """Sizes and speeds by name."""
+    cost, speed = model.cost, model.speed
+    sizes: dict[str, float] = {
+        "query heads": cost.query_heads,
+        "KV heads": cost.kv_heads,
+        "parameters": cost.parameters,
+        "attention parameters": cost.attention_parameters,
+    }
+    if cost.kv_cache_bytes_per_token:  # an encoder has no cache
+        sizes["KV bytes per token"] = cost.kv_cache_bytes_per_token
+    if model.longest_context is not None:
+        sizes["longest context, tokens"] = model.longest_context
+    return sizes | speeds(model) | ({"peak memory": speed.peak_memory_bytes} if speed else {})
+
+
+def speeds(model: ModelReport) -> dict[str, float]:
+    """Tokens per second: prefill, and decoding by batch size."""
+    if model.speed is None:
+        return {}
+    batches = sorted(model.speed.decode_by_batch.items())
+    decoding = {f"decoded tokens/s, batch {size}": rate for size, rate in batches}
+    return {"prefill tokens/s": model.speed.prefill_tokens_per_s, **decoding}
+
+
+def _shown(name: str, number: float | None) -> str:
+    if number is None:
+        return "-"
+    if name == "peak memory":
+        return byte_size(number)
+    return f"{number:,}" if isinstance(number, int) else f"{number:,.1f}"

@@ -1,0 +1,244 @@
+"""Records as blocks: the same rows stand at the terminal, on the model card and in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from pathlib import Path
+
+from headprune.io.markup import printable
+from headprune.render.blocks import (
+    GONE,
+    KEPT,
+    ZERO,
+    Block,
+    Code,
+    Signs,
+    Table,
+    Text,
+    before_after,
+    percent,
+)
+from headprune.render.markdown import line_of_code
+from headprune.schemas.manifest import LineageStep, Manifest
+from headprune.schemas.plan import AttentionPlan, Plan, Shape
+from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice
+from headprune.schemas.roles import RolesRecord
+
+_NATIVE = "Plain config: loads anywhere, without extra code."
+_RUNTIME = (
+    "{why}: loads with headprune.from_pretrained, or with "
+    "AutoModel*.from_pretrained(..., trust_remote_code=True)."
+)
+
+
+def short_name(source: str) -> str:
+    """The last part of a path or hub id."""
+    return Path(source).name or source
+
+
+def done(step: LineageStep) -> str:
+    """What one command did, in a few words."""
+    work = step.done
+    if isinstance(work, Healing):
+        moved = f"divergence {work.before:.4g} to {work.after:.4g}"
+        return f"healed for {work.steps} steps to match {short_name(work.teacher)} ({moved})"
+    if isinstance(work, Migration):
+        return "rewritten for transformers 5"
+    if isinstance(work, Merging):
+        before, after = step.kv_heads
+        tokens = work.calibration_tokens
+        text = f", calibrated on {tokens:,} tokens" if tokens else ""
+        return f"{before} KV heads merged into {after} ({work.merge}, {work.grouping}{text})"
+    before, after = step.query_heads
+    refit = f", W_O refitted on {short_name(step.refit.data)}" if step.refit is not None else ""
+    share = percent(after, before)
+    return (
+        f"cut to {after} of {before} heads ({share}), chosen by {chosen_by(work.evidence)}{refit}"
+    )
+
+
+def what(manifest: Manifest) -> str:
+    """What was made of which model, in all the steps that led to it."""
+    steps = "; then ".join(map(done, manifest.steps))
+    name, version = manifest.steps[0].source.name, manifest.versions["headprune"]
+    return f"{name}, {steps}. Made by headprune {version}."
+
+
+def chosen_by(evidence: Evidence) -> str:
+    """What chose heads, in a few words."""
+    name = f"{evidence.kind} {evidence.id[:12]}"
+    return name if evidence.criterion is None else f"{evidence.criterion} ({name})"
+
+
+def size_rows(steps: Sequence[LineageStep]) -> list[tuple[str, int, int]]:
+    """Counts before the first of some steps and after the last."""
+
+    def counts(step: LineageStep) -> dict[str, tuple[int, int]]:
+        return {
+            "query heads": step.query_heads,
+            "KV heads": step.kv_heads,
+            "parameters": step.parameters,
+            f"bytes of weights ({step.dtype})": step.weight_bytes,
+        }
+
+    first, last = counts(steps[0]), counts(steps[-1])
+    # bytes of weights are of one element type
+    return [(name, first[name][0], after) for name, (_, after) in last.items() if name in first]
+
+
+def sizes(steps: Sequence[LineageStep]) -> Table:
+    """The same as a table."""
+    return before_after(size_rows(steps))
+
+
+def refit(manifest: Manifest) -> list[Block]:
+    """What the refit of W_O brought; nothing without one."""
+    if manifest.refit is None:
+        return []
+    fit = manifest.refit
+    words = (
+        f"W_O refitted in {fit.modules} modules on {fit.tokens:,} tokens: error of the "
+        f"outputs {fit.error_before:.1%} -> {fit.error_after:.1%}."
+    )
+    if (worth := fit.held_out) is not None:
+        words += (
+            f" On {worth.tokens:,} held-out tokens: {worth.measure} {worth.without:.4g} without "
+            f"-> {worth.refitted:.4g} with it."
+        )
+    return [Text(words)]
+
+
+def proof(manifest: Manifest) -> list[Block]:
+    """What was compared, the differences, and what a mistake would show."""
+    measured, tensors = manifest.proof, manifest.tensor_proof
+    if measured is None:
+        assert tensors is not None
+        rows = [
+            ("tensors equal to the original's", f"{tensors.tensors:,}"),
+            ("of them without some heads", f"{tensors.cut:,}"),
+            ("bytes compared", f"{tensors.bytes:,}"),
+        ]
+        words = "every tensor holds slices of the original, to the bit; no outputs were compared."
+        return [Text(words, "verified"), Table(("", "count"), rows)]
+    original = {Healing: "healed model", Merging: "merged original"}.get(
+        type(manifest.done), "gated original"
+    )
+    rows = [
+        (f"{original} - reloaded from disk", f"{measured.gated_vs_reloaded:.1e}"),
+        ("gates moved by one bit: rounding alone", f"{measured.rounding:.1e}"),
+        (f"allowed in {measured.dtype}", f"{measured.tolerance:.0e}"),
+    ]
+    if measured.control is not None:
+        rows.append(("negative control: one head misplaced", f"{measured.control:.1e}"))
+    if measured.cast:
+        rows.append((f"cost of writing {manifest.dtype}", f"{measured.cast:.1e}"))
+    words = "outputs match on probe inputs; differences are relative to the largest output."
+    return [Text(words, "verified"), Table(("", "difference"), rows)]
+
+
+def load_code(manifest: Manifest, folder: str) -> Code:
+    """Python that loads the result."""
+    quoted = '"' + printable(folder.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+    remote = ", trust_remote_code=True" if manifest.shape is Shape.RUNTIME else ""
+    auto = manifest.auto_class
+    text = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained({quoted}{remote})"
+    return Code(text, "python")
+
+
+def stored(shape: Shape, uneven: bool) -> str:
+    """How a result loads."""
+    if shape is Shape.NATIVE:
+        return _NATIVE
+    why = "Uneven heads" if uneven else "Heads that the stock class has no setting for"
+    return _RUNTIME.format(why=why)
+
+
+def heads_line(part: AttentionPlan) -> Signs:
+    """One layer's heads by id, with a gap between KV groups: ``■■■ ··· ■■■``."""
+    zero = {head for head, gate in zip(part.keep, part.scale or (), strict=False) if not gate}
+    kept, group = set(part.keep), max(1, part.query_heads // max(1, part.kv_heads))
+    # ids are those of the model before any cut, so they can lie above the present count
+    count = max([part.query_heads, *(head + 1 for head in kept)])
+    signs = [ZERO if head in zero else KEPT if head in kept else GONE for head in range(count)]
+    if group == 1:
+        return Signs("".join(signs))
+    return Signs(" ".join("".join(signs[at : at + group]) for at in range(0, count, group)))
+
+
+def heads(plan: Plan) -> Table:
+    """All layers of a plan, one line each."""
+    rows = [
+        (path, heads_line(part), f"{len(part.keep)}/{part.query_heads}")
+        for path, part in plan.attentions.items()
+    ]
+    return Table(("attention module", "heads", "kept"), rows, names=2, modules=True)
+
+
+def heads_drawn(plan: Plan) -> list[Block]:
+    """The same as lines of text, with a key."""
+    lines = [(line_of_code(path), heads_line(part)) for path, part in plan.attentions.items()]
+    width = max((len(path) for path, _ in lines), default=0)
+    key = f"{KEPT} stays, {GONE} is gone; a gap separates the queries of one KV head from the next."
+    if any(ZERO in signs for _, signs in lines):
+        key += f" {ZERO} is a zero head, which computes nothing."
+    drawn = "\n".join(f"{path:<{width}}  {signs}" for path, signs in lines)
+    return [Text(key), Code(drawn, "text")]
+
+
+def contenders(choice: ModelChoice) -> Table:
+    """A row per model: how near it comes, and what it saves; KV bytes are of a token."""
+    generates = choice.original.kv_cache_bytes_per_token > 0
+    copies = choice.original.copying_nll is not None
+    columns = ["", choice.measure, *["copying NLL"] * copies, "parameters"]
+    columns += [*["KV bytes"] * generates, "query/KV heads"]
+    rows = []
+    for one in (choice.original, *choice.contenders):
+        mark = "> " if one is choice.chosen else "  "
+        cells = [f"{mark}{one.name}", f"{one.held_out:.4f}"]
+        cells += ["-" if one.copying_nll is None else f"{one.copying_nll:.3f}"] * copies
+        cells += [f"{one.parameters:,}", *[f"{one.kv_cache_bytes_per_token:,}"] * generates]
+        rows.append((*cells, f"{one.query_heads:,}/{one.kv_heads:,}"))
+    return Table(columns, rows)
+
+
+def chosen(choice: ModelChoice) -> list[Block]:
+    """The goal, what was taken, and all that was measured."""
+    words = (
+        f"Kept: {choice.goal}; {choice.chosen.name}, the best of {len(choice.contenders)} on one "
+        f"half of {choice.held_out_tokens:,} held-out tokens; numbers are of the other half."
+    )
+    return [Text(words), contenders(choice)]
+
+
+def roles(record: RolesRecord, kept: Set[tuple[str, int]] | None = None) -> Table | None:
+    """How many heads had each role, and what a cut left of them; None where no head has one.
+
+    Args:
+        record: Roles of a cut model against its original, or of the original.
+        kept: Paths and ids of the heads that a cut of the original left; None for all.
+    """
+    rows = []
+    for name in (name for name, facts in record.roles.items() if not facts.attribute):
+        over, change, moved = record.heads(name), record.changes.get(name), "-"
+        stay = over if kept is None else over & kept
+        counts = len(over), len(stay)
+        if change is not None:
+            counts = len(change.kept) + len(change.lost), len(change.kept)
+            moved = str(len(change.moved))
+        lost = change.is_lost if change is not None else bool(over) and not stay
+        if counts[0] or moved not in "-0":
+            effect = _largest_effect(record, name)
+            rows.append((name, *map(str, counts), moved, effect, "lost" if lost else ""))
+    columns = ("role", "heads", "kept", "moved", "largest effect", "")
+    return Table(columns, rows) if rows else None
+
+
+def _largest_effect(record: RolesRecord, name: str) -> str:
+    """By how much the loss rises without the head of a role that it needs most."""
+    rises = [
+        head.effect.zero.nats
+        for module in record.modules
+        for head in module.heads
+        if head.has(name) and head.effect is not None
+    ]
+    return f"{max(rises):+.3f} nats" if rises else "-"

@@ -1,0 +1,180 @@
+"""Results of training, cutting, merging, healing, exporting and verifying, at a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from headprune.render import records
+from headprune.render.blocks import Block, Code, Table, Text, before_after, percent
+from headprune.render.next_commands import after_cut
+from headprune.render.terminal import show
+
+if TYPE_CHECKING:
+    from headprune.distillation.heal import Healed
+    from headprune.exporting.convert_gqa import Converted, KvPreview
+    from headprune.exporting.preview import Preview, ShapeCost
+    from headprune.exporting.write import Pruned
+    from headprune.formats.export import Exported
+    from headprune.gates.train_gates import GatesRun
+    from headprune.planning.kv_heads import KvPlan
+    from headprune.proof.verify import Verification
+
+_DRY = "Nothing was written (--dry-run)."
+_RAGGED = (
+    "single heads of a grouped-query model leave KV heads with unequal numbers of queries. Such a "
+    "result loads through the runtime only; --unit kv-group and query-slot keep the groups equal."
+)
+_OWN_KEYS = (
+    "in {} modules queries cannot absorb a map, as a norm stands between them and the scores, or "
+    "the attention cannot be recorded: K is averaged or taken from one head of the group."
+)
+
+
+def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
+    """The gates that stay open, and the command that comes next."""
+    m = run.metadata
+    words = (
+        f"Gates of {m.kept_heads} of {m.query_heads} heads stay open "
+        f"({percent(m.kept_heads, m.query_heads)}, unit {m.unit.value}, method {m.method.value}) "
+        f"after {m.steps} steps; last {m.objective} loss {m.final_loss:.4f}."
+    )
+    page: list[Block] = [Text(words), Text(f"Written to {run.output}.")]
+    if run.ragged:
+        page.append(Text(_RAGGED, "note"))
+    show(console, [*page, Code(next_command, title="Next")])
+
+
+def preview(console: Console, preview: Preview) -> None:
+    """The plan, drawn, and what it would leave."""
+    counts = [
+        ("query heads", preview.plan.query_heads, preview.plan.kept_heads),
+        ("KV heads", *preview.kv_heads),
+        ("parameters", *preview.parameters),
+    ]
+    uneven = len({len(part.keep) for part in preview.plan.attentions.values()}) > 1
+    page: list[Block] = [
+        records.heads(preview.plan),
+        before_after(counts),
+        *roles_lost(preview.roles_lost),
+        *_costs("--layout", preview.shapes),
+        *_costs("--for", preview.engines),
+        Text(f"{records.stored(preview.shape, uneven)} {_DRY}"),
+    ]
+    show(console, page)
+
+
+def roles_lost(lost: Sequence[str] | None) -> list[Block]:
+    """The roles that a plan loses, where that is known."""
+    if lost is None:
+        return []
+    if not lost:
+        return [Text("Every role that heads have keeps one.")]
+    return [Text(f"No head stays of these roles: {', '.join(lost)}.", "warning")]
+
+
+def _costs(option: str, costs: Sequence[ShapeCost]) -> list[Block]:
+    """What the values of an option would keep of the evidence; a row for all that are alike."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for cost in costs:
+        share = "-" if cost.evidence is None else percent(cost.evidence)
+        cells = (str(cost.heads), share, str(cost.stored))
+        if cost.why_not is not None:
+            cells = ("-", "-", cost.why_not)
+        rows.setdefault(cells, []).append(cost.shape)
+    columns = (option, "heads", "kept evidence", "stored")
+    table = Table(columns, [(", ".join(names), *cells) for cells, names in rows.items()])
+    return [table] if costs else []
+
+
+def pruned(console: Console, result: Pruned) -> None:
+    """The heads that are left, the sizes, and the proof."""
+    manifest = result.manifest
+    page = [records.heads(result.plan), records.sizes([manifest]), *records.refit(manifest)]
+    show(console, [*page, *written(result)])
+
+
+def converted(console: Console, result: Converted) -> None:
+    """How KV heads were merged, the sizes, and the proof."""
+    how = f"merge {result.merge}, grouping {result.grouping}"
+    if result.calibration_tokens:
+        how += f", calibrated on {result.calibration_tokens:,} tokens, layer after layer"
+    page: list[Block] = [Text(how)]
+    if result.planned is not None:
+        page += _ways(result.planned)
+    elif len(set(result.kv_heads.values())) > 1:
+        rows = [(path, *map(str, counts)) for path, counts in result.kv_heads.items()]
+        page.append(Table(("attention module", "KV heads", "after"), rows, modules=True))
+    if result.own_keys:
+        page.append(Text(_OWN_KEYS.format(len(result.own_keys)), "note"))
+    show(console, [*page, records.sizes([result.pruned.manifest]), *written(result.pruned)])
+
+
+def kv_preview(console: Console, preview: KvPreview) -> None:
+    """What every layer would keep, merge or lose, and what the other ways would have cost."""
+    free = preview.free or 1.0
+    rows = [
+        (name, cost if isinstance(cost, str) else f"{cost / free:.2f} x the free choice's")
+        for name, cost in preview.engines.items()
+    ]
+    counts = before_after([("KV heads", *preview.kv_heads)])
+    engines = Table(("--for", "expected cost"), rows, names=2)
+    show(console, [*_ways(preview.planned), counts, engines, Text(_DRY)])
+
+
+def _ways(planned: KvPlan) -> list[Block]:
+    """One line per module: the way it goes, and what every way was expected to cost, of all."""
+    names = list(dict.fromkeys(way.said for ways in planned.ways.values() for way in ways))
+    rows = []
+    for path, record in planned.records().items():
+        costs = {record.way: record.cost, **record.others}
+        cells = [f"{costs[n] / (planned.cost or 1.0):.2%}" if n in costs else "" for n in names]
+        rows.append((path, record.way, *cells))
+    columns = ("attention module", "chosen", *names)
+    note = Text("Costs as shares of the whole choice's expected cost.")
+    return [Table(columns, rows, names=2, modules=True), note]
+
+
+def healed(console: Console, result: Healed) -> None:
+    """What healing brought, and the proof of what was written."""
+    rows = [
+        ("before", f"{result.before:.4f}"),
+        (f"best, after {result.taken_after} of {result.steps} steps", f"{result.after:.4f}"),
+    ]
+    table = Table(("divergence from the teacher, held-out text", ""), rows)
+    show(console, [table, *written(result.pruned)])
+
+
+def exported(console: Console, result: Exported) -> None:
+    """What was written, and how it was proven."""
+    record = result.record
+    page: list[Block] = [Text(change, "note") for change in record.changes]
+    page.append(Text(str(record.proof), "verified"))
+    files = ", ".join(record.files)
+    page.append(Text(f"Written to {result.output}: {files} ({result.bytes:,} bytes)."))
+    show(console, [*page, *[Code(str(result.serve), title="Serve it")] * bool(result.serve)])
+
+
+def verification(console: Console, result: Verification) -> None:
+    """All checks, and their outcomes."""
+    rows = [("passed" if c.passed else "FAILED", c.name, c.found) for c in result.checks]
+    notes = [Text(result.not_run, "note")] if result.not_run else []
+    show(console, [Table(("", "check", "outcome"), rows, names=3), *notes])
+
+
+def written(result: Pruned) -> list[Block]:
+    """The proof, how the result loads, and the commands that measure and serve it."""
+    from headprune.exporting.engines import serving
+    from headprune.packages import missing
+
+    manifest, output = result.manifest, result.output
+    stored = records.stored(manifest.shape, manifest.uneven)
+    page = [*records.proof(manifest), Text(f"{stored} Written to {output}.")]
+    if measure := after_cut(result):
+        page.append(Code(measure, title="Measure it on other text"))
+    for engine, line in serving(manifest, output, output):
+        if "--to gguf" not in line or not missing("gguf"):
+            page.append(Code(line, title=engine))
+    return page

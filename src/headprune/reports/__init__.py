@@ -1,1 +1,0 @@
-"""The report: facts of all results side by side, as one page, Markdown or JSON."""
