@@ -42,7 +42,7 @@ from headprune.evaluation.quality import causal_losses
 from headprune.evaluation.recall import copying_losses
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
-from headprune.model.lengths import most_tokens
+from headprune.model.batch import most_tokens
 from headprune.model.loading import load_tokenizer
 from headprune.planning.from_evidence import CutRequest
 from headprune.tensors.units import Unit

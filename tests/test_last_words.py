@@ -27,8 +27,8 @@ from headprune.evaluation.probes import (
     lines_of,
     passages,
 )
-from headprune.model.forward import logits_at
-from headprune.model.lengths import most_tokens
+from headprune.model.batch import most_tokens
+from headprune.model.passes import logits_at
 from tests import tiny
 
 LETTERS = [f"{a}{b}{c}d" for a in "bcdf" for b in "aeio" for c in "lmnr"][: tiny.WORDS]

@@ -21,9 +21,9 @@ from headprune.data.read import read_examples
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.losses import example_losses
+from headprune.model.batch import task_of
 from headprune.model.embedding import head_of
 from headprune.model.losses import divergence
-from headprune.model.tasks import task_of
 from tests import classes, tiny
 
 IDS = torch.arange(5, 29).reshape(3, 8)

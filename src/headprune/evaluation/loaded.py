@@ -33,8 +33,7 @@ from headprune.evaluation.refusals import (
     refuse_unfit,
 )
 from headprune.evaluation.tasks import refuse_tasks
-from headprune.model.identity import id_of_model
-from headprune.model.lengths import most_tokens, usable_length
+from headprune.model.batch import most_tokens, usable_length
 from headprune.model.loading import (
     CLASSIFIERS,
     parse_dtype,
@@ -45,6 +44,7 @@ from headprune.model.open import Model, read_model
 from headprune.model.placement import alone_on_device
 from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.model.refusals import refuse_without_text
+from headprune.model.stored import id_of_model
 from headprune.tensors.dtypes import dtype_name
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")

@@ -35,7 +35,7 @@ from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.quality import Progress
-from headprune.model.forward import logits_at
+from headprune.model.passes import logits_at
 
 LAST_WORDS = ("last_word_hits", "seen_last_words", "seen_last_word_hits")
 NEEDLES = ("needle_hits",)

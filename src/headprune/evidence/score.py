@@ -20,10 +20,9 @@ from headprune.evidence.losses import losses_without
 from headprune.evidence.statistics import Need, Statistics, collect, first_not_finite
 from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
-from headprune.model.fitting import fitted_gates
 from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.open import Model, open_model
-from headprune.model.units import default_unit, leaves_ragged
+from headprune.model.units import default_unit, fitted_gates, leaves_ragged
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.manifest import utc_now, versions

@@ -21,12 +21,11 @@ from transformers import PreTrainedModel
 from headprune.errors import DataError, PlanError
 from headprune.evidence.losses import example_losses
 from headprune.model.batch import Batch, real_tokens, token_mask
-from headprune.model.forward import eager_attention, run_model
 from headprune.model.gating import apply_gate
 from headprune.model.heads import read_output
 from headprune.model.loading import task_of
+from headprune.model.passes import RunsTwice, eager_attention, run_model
 from headprune.model.residency import recomputing
-from headprune.model.streams import RunsTwice
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.dtypes import in_float32
 from headprune.tensors.least_squares import outer_sum

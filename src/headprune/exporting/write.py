@@ -24,7 +24,6 @@ from headprune.io.folders import COMPANIONS, copy_companions, hashing
 from headprune.io.outputs import whole_folder
 from headprune.io.shards import Piece, write_shards
 from headprune.model import probes
-from headprune.model.identity import identifying
 from headprune.model.loading import auto_class_of, uneven_heads_are_known
 from headprune.model.open import Model, read_model
 from headprune.model.placement import placed
@@ -32,7 +31,7 @@ from headprune.model.precision import widened
 from headprune.model.refusals import passed_over
 from headprune.model.residency import residency_of, runs_by_layers
 from headprune.model.skeleton import Names, Unmapped
-from headprune.model.stored import StoredDtypes
+from headprune.model.stored import StoredDtypes, identifying
 from headprune.placements import ROOM, Placement, asked_placement, too_large
 from headprune.proof import equivalence, tensors
 from headprune.schemas.manifest import (

@@ -16,7 +16,7 @@ from headprune.formats.format import ExportProof, ExportRecord, Format
 from headprune.io.folders import hashing
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.io.ownership import EXPORTED
-from headprune.model.identity import identifying
+from headprune.model.stored import identifying
 from headprune.packages import refuse_missing
 from headprune.registry import Registry
 from headprune.schemas.manifest import utc_now, versions

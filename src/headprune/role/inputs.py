@@ -29,8 +29,7 @@ from headprune.data.text import Sequences, Text, evenly
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.probes import Needle, answered, needles
-from headprune.model.batch import Batch
-from headprune.model.lengths import most_tokens
+from headprune.model.batch import Batch, most_tokens
 from headprune.model.loading import task_of, vocabulary_of
 from headprune.role.attended import Facts
 from headprune.role.table import RELATIONS, ROLES

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from headprune.errors import FamilyError
 from headprune.model.batch import Batch, token_mask
-from headprune.model.forward import eager_attention, run_model
+from headprune.model.passes import eager_attention, run_model
 from headprune.role.attended import Attended, Counted
 from headprune.role.inputs import Reading
 from headprune.role.table import Role
