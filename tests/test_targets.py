@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 import headprune
 from headprune.config import ExportConfig, LayoutOption, Target
 from headprune.errors import PlanError
-from headprune.exporting.source import open_source
 from headprune.formats.export import FORMATS
+from headprune.formats.source import open_source
 from headprune.planning.constraints import constraints_of
 from headprune.planning.kv_heads import Way, choose
 from headprune.planning.targets import EVEN, SHAPES, TARGETS

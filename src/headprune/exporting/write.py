@@ -19,6 +19,7 @@ from headprune.config import ProofOption, Writing
 from headprune.context import Context
 from headprune.errors import CheckpointError
 from headprune.exporting.card import inherit_metadata, write_card
+from headprune.exporting.engines import engines_of, shapes_in
 from headprune.io import hub
 from headprune.io.folders import COMPANIONS, copy_companions, hashing
 from headprune.io.outputs import whole_folder
@@ -43,7 +44,7 @@ from headprune.schemas.manifest import (
     write_manifest,
 )
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
-from headprune.schemas.records import Done, Merging, ModelChoice, Pruning, Refit
+from headprune.schemas.records import Done, Heads, Merging, ModelChoice, Pruning, Refit
 from headprune.surgery.cut import Cut, cut_heads, resolve
 from headprune.surgery.edit import Edit, Tensors, replaced, written
 from headprune.surgery.streamed import cut_pieces
@@ -281,6 +282,8 @@ def _written(
         write_shards(pieces, folder, facts["parameters"][1], size, context.step)
         _take_over(folder, order, vars(net).get("generation_config"))
         left_out = passed_over(net, model.tensors)
+        layout = {path: Heads(**heads) for path, heads in facts["layout"].items()}
+        facts["engines"] = engines_of(net, shapes_in(layout, facts["shape"]))
         context.stage("verifying the folder")
         with hashing(folder, contents(folder)) as files:
             reread = read_model(folder, "auto" if expected is None else expected.dtype)
