@@ -314,8 +314,8 @@ def test_compress(sharded: Path, tmp_path: Path, keep: float) -> None:
         out = tmp_path / placement
         result = headprune.compress(
             sharded,
-            [sharded / "text.txt"],
             out,
+            data=[sharded / "text.txt"],
             keep=keep,
             seq_len=16,
             calibration_tokens=256,
