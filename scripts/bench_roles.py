@@ -25,7 +25,6 @@ from typing import Annotated
 
 import torch
 import typer
-from headprune.model.forward import eager_attention, run_model
 from rich.console import Console
 
 from headprune.config import DataConfig, Dtype, RolesConfig
@@ -35,6 +34,7 @@ from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.loading import load_tokenizer
 from headprune.model.open import load
+from headprune.model.passes import eager_attention, run_model
 from headprune.role.ablation import Out, head_means, rises
 from headprune.role.inputs import loss_batches, text_input
 from headprune.role.measure import roles

@@ -431,7 +431,7 @@ FOLDERS = [
     f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt OUT --overwrite",
     f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt --heal 3 OUT --overwrite",
     f"score {M} {TEXT} OUT --overwrite",
-    f"score {M} --criterion gates --gates zoo/gates OUT --overwrite",
+    f"score {M} --criterion gates --config gates=zoo/gates OUT --overwrite",
     f"migrate {M} OUT --overwrite",
     f"train-gates {M} {TEXT} --steps 1 --target-heads 0.5 OUT --overwrite",
     f"heal {M} --teacher {M} {TEXT} --steps 1 OUT --overwrite",
@@ -505,7 +505,9 @@ def test_a_part_of_an_input_is_not_replaced_by_its_like(
     Path(M, "headprune.json").write_text(json.dumps(manifest))
     Path(M, "plan.json").write_text('{"unit": "head", "attentions": {}}')
     before = everything(home)
-    line = f"plan {M} --scores zoo/scores --keep 0.5 {M}/plan.json --overwrite"
+    line = (
+        f"prune {M} --scores zoo/scores --keep 0.5 --dry-run --save-plan {M}/plan.json --overwrite"
+    )
     code, _, err = run(capsys, *line.split())
     assert (code, f"belongs to, the input '{M}'" in err) == (2, True), err
     assert everything(home) == before

@@ -153,7 +153,11 @@ def test_an_evaluation_and_a_proof(sharded: Path, tmp_path: Path) -> None:
         quality[placement] = [metric.value for metric in report.model.metrics]
     assert quality["whole"] == quality["layers"]
     out = tmp_path / "out"
-    headprune.prune(sharded, plan=headprune.plan(sharded, scores=scores, keep=0.5).plan, output=out)
+    headprune.prune(
+        sharded,
+        plan=headprune.prune(sharded, dry_run=True, scores=scores, keep=0.5).plan,
+        output=out,
+    )
     for placement in ("whole", "layers"):
         verified[placement] = headprune.verify(out, against=sharded, placement=placement)
         assert verified[placement].passed

@@ -338,7 +338,7 @@ def _refuse_not_finite(values: Tensor, what: str, attention: Attention, number: 
     if first_not_finite(values) is not None:
         raise DataError(
             f"{what} in '{attention.path}' in batch {number} (counted from 0) is not finite: the "
-            "model overflows in this dtype or its weights are damaged. Try --dtype float32."
+            "model overflows in this dtype or its weights are damaged. Try --config dtype=float32."
         )
 
 

@@ -107,7 +107,7 @@ def _weights(outputs: Any, attention: Attention) -> Tensor:
                 return part
     raise FamilyError(
         f"'{attention.path}' gives no attention weights, which roles need. Choose other modules "
-        "with --attention, or another model."
+        "with attention, or another model."
     )
 
 
