@@ -350,7 +350,7 @@ def test_check(sharded: Path) -> None:
     assert found["whole"] == found["layers"]
     one, *others = found["layers"]
     assert found["whole"] != (one.model_copy(update={"value": one.value + 1e-9}), *others)
-    with pytest.raises(HeadpruneError, match="placement=whole, or leave these limits out"):
+    with pytest.raises(HeadpruneError, match="placement=whole, or leave this limit out"):
         headprune.check(
             sharded, limits=("decode_tokens_per_s >= 95 %",), placement="layers", **given
         )
