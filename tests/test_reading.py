@@ -110,7 +110,7 @@ def test_text_of_which_the_tokenizer_makes_nothing(llama_folder: Path, tmp_path:
     text = tmp_path / "text.txt"
     text.write_text("слово за словом " * 200, encoding="utf-8")
     with pytest.raises(DataError, match="makes no tokens of the text"):
-        headprune.compress(model, [text], tmp_path / "out", keep=0.5, seq_len=16)
+        headprune.compress(model, tmp_path / "out", data=[text], keep=0.5, seq_len=16)
 
 
 @pytest.mark.parametrize(

@@ -318,8 +318,8 @@ def test_compress(sharded: Path, tmp_path: Path, keep: float) -> None:
         out = tmp_path / placement
         result = headprune.compress(
             sharded,
-            [sharded / "text.txt"],
             out,
+            data=[sharded / "text.txt"],
             keep=keep,
             seq_len=16,
             calibration_tokens=256,
@@ -350,7 +350,7 @@ def test_check(sharded: Path) -> None:
     assert found["whole"] == found["layers"]
     one, *others = found["layers"]
     assert found["whole"] != (one.model_copy(update={"value": one.value + 1e-9}), *others)
-    with pytest.raises(HeadpruneError, match="Give placement whole, or leave these limits out"):
+    with pytest.raises(HeadpruneError, match="placement=whole, or leave this limit out"):
         headprune.check(
             sharded, limits=("decode_tokens_per_s >= 95 %",), placement="layers", **given
         )

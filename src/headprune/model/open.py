@@ -260,13 +260,3 @@ def load(
     """Load a model to work on it, and name it; see ``open_model``."""
     opened = open_model(model, dtype, allowed, keep_bfloat16)
     return opened.net, opened.identity
-
-
-def as_it_fits(
-    model: str | Path,
-    dtype: torch.dtype | str,
-    trust_remote_code: bool = False,
-    drop_unexpected: bool = False,
-) -> PreTrainedModel:
-    """Load a model whole, in shards or layer by layer; see ``read_model``."""
-    return read_model(model, dtype, Allowed(trust_remote_code, drop_unexpected)).weighted()
