@@ -32,7 +32,7 @@ from rich.table import Table
 
 from headprune.config import CheckConfig
 from headprune.evaluation.comparison import Interval, bootstrap
-from headprune.evaluation.samples import Samples
+from headprune.evaluation.metrics import Samples
 from headprune.regression.baseline import read_baseline
 from headprune.regression.limits import parse_limit
 from headprune.regression.verdicts import Verdict, compared, judge

@@ -32,9 +32,9 @@ from headprune.data.sequences import packed_sequences
 from headprune.evaluation.evaluate import run as evaluated
 from headprune.evaluation.loaded import load
 from headprune.evaluation.report import Report
-from headprune.exporting.source import built
 from headprune.formats import onnx, openvino
 from headprune.formats.run import MODEL, open_graphs, run_by_engine
+from headprune.formats.source import built
 from headprune.model.attention import attention_of, identity
 from headprune.model.cost import model_cost
 from headprune.model.loading import load_config, load_tokenizer

@@ -38,7 +38,7 @@ from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.cost import model_cost
 from headprune.model.heads import HeadWeights
-from headprune.model.open import as_it_fits
+from headprune.model.open import read_model
 from headprune.model.units import default_unit, head_budget, unit_sizes
 from headprune.placements import Placement, placing
 from headprune.planning.from_scores import plan_from_scores
@@ -362,7 +362,7 @@ def from_disk(table: Table, size: Size, home: Path) -> None:
 
         def convert(placement: Placement = placement) -> None:
             with placing(placement):
-                loaded = as_it_fits(folder, torch.float32)
+                loaded = read_model(folder, torch.float32).weighted()
             loaded = loaded if placement is Placement.LAYERS else loaded.to(table.device)
             whole = sample.whole()
             convert_in_sequence(loaded, attention_of(loaded), whole, converted)

@@ -36,12 +36,13 @@ from headprune.config import (
 from headprune.context import Context
 from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import packed_sequences
-from headprune.evaluation.last_words import last_words, passages, rows_of
+from headprune.evaluation.metrics import Samples
+from headprune.evaluation.probes import answered, last_word_columns, last_words, lines_of, passages
 from headprune.evaluation.quality import causal_losses
 from headprune.evaluation.recall import copying_losses
-from headprune.evaluation.samples import Samples
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
+from headprune.model.batch import most_tokens
 from headprune.model.loading import load_tokenizer
 from headprune.planning.from_evidence import CutRequest
 from headprune.tensors.units import Unit
@@ -71,8 +72,9 @@ class Protocol:
         if self.other is None:
             return found
         found["other_perplexity"] = self._perplexity(model, self._packed(self.other))
-        given = passages(rows_of(self.other), LAST_WORDS)
-        words = last_words(model, self.tokenizer, given)
+        most = most_tokens(model.config, self.tokenizer)
+        given = last_words(passages(lines_of(self.other), LAST_WORDS), self.tokenizer, most)
+        words = last_word_columns(given, answered(model, [one.row for one in given], 4))
         samples = Samples(words)
         for name in samples.metrics():
             found[name] = samples.value(name)
@@ -86,7 +88,7 @@ class Protocol:
 
     def _perplexity(self, model: PreTrainedModel, windows: Dataset) -> float:
         losses = causal_losses(model, windows, self.tokenizer, batch_size=2)
-        return Samples(losses.columns()).value("perplexity")
+        return Samples(losses._asdict()).value("perplexity")
 
 
 def main(

@@ -32,9 +32,9 @@ from headprune.context import Context
 from headprune.data.read import read_examples
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
-from headprune.model.forward import eager_attention, run_model
 from headprune.model.loading import load_tokenizer
 from headprune.model.open import load
+from headprune.model.passes import eager_attention, run_model
 from headprune.role.ablation import Out, head_means, rises
 from headprune.role.inputs import loss_batches, text_input
 from headprune.role.measure import roles

@@ -24,10 +24,9 @@ from headprune.evidence.criteria import columns
 from headprune.evidence.losses import example_losses
 from headprune.evidence.statistics import Statistics
 from headprune.model.batch import doubled, real_tokens, token_mask
-from headprune.model.forward import run_model
 from headprune.model.heads import project_output, read_output, write_output
 from headprune.model.loading import task_of
-from headprune.model.streams import OneStream, Stream, in_sequence
+from headprune.model.passes import OneStream, Stream, in_sequence, run_model
 from headprune.planning.choice import equal_shares
 from headprune.runtime.modeling_headprune import Attention, input_dim
 from headprune.tensors.index_maps import role_slices

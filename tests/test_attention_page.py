@@ -19,8 +19,7 @@ from selenium.webdriver.common.keys import Keys
 import headprune
 from headprune.errors import FamilyError
 from headprune.exporting.prune import prune
-from headprune.model.attention import attention_of
-from headprune.model.head_names import layer_names
+from headprune.model.attention import attention_of, layer_names
 from headprune.planning.from_evidence import CutRequest
 from headprune.render.attention import AttentionPicture
 from headprune.role.sentence import MOST_TOKENS, read_sentence

@@ -22,24 +22,22 @@ from headprune.config import CheckConfig
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.evaluation.comparison import Interval, bootstrap
 from headprune.evaluation.evaluate import EvaluationRun
-from headprune.evaluation.loaded import Loaded
-from headprune.evaluation.metrics import METRICS, parted, within
+from headprune.evaluation.metrics import METRICS, Samples, parted, within
 from headprune.evaluation.report import Report
-from headprune.evaluation.samples import Samples
 from headprune.model.speed import ratios
 from headprune.pytest_plugin import assert_no_regression  # noqa: F401  (a fixture)
 from headprune.regression.baseline import Baseline, read_baseline
 from headprune.regression.check import CheckReport, check, update_baseline
-from headprune.regression.git import git_state
-from headprune.regression.judging import counted, judge_limit
 from headprune.regression.junit import junit_xml
-from headprune.regression.limits import KNOWN, Comparison, parse_limit
+from headprune.regression.limits import Comparison, parse_limit
 from headprune.regression.verdicts import (
     Judged,
     Verdict,
     compared,
+    counted,
     judge,
     judge_exact,
+    judge_limit,
     overall,
     with_rare_errors,
 )
@@ -64,21 +62,17 @@ def interval(low: float, high: float, n: int = 40) -> Interval:
     [
         ("perplexity <= 25", Comparison.ABSOLUTE, "<=", 25.0),
         ("perplexity<=+2%", Comparison.CHANGE, "<=", 0.02),
-        ("accuracy >= -1 %", Comparison.CHANGE, ">=", -0.01),
         ("accuracy >= -0.01", Comparison.DIFFERENCE, ">=", -0.01),
         ("perplexity >= 98 %", Comparison.RECOVERY, ">=", 0.98),
         ("perplexity recovery >= 98 %", Comparison.RECOVERY, ">=", 0.98),
-        ("accuracy >= 98 %", Comparison.RECOVERY, ">=", 0.98),
         ("perplexity <= 105 %", Comparison.SHARE, "<=", 1.05),
         ("kv_cache_bytes_per_token <= 50 %", Comparison.SHARE, "<=", 0.5),
         ("decode_tokens_per_s >= 120 %", Comparison.SHARE, ">=", 1.2),
         ("query_heads == 1_000", Comparison.ABSOLUTE, "==", 1000.0),
-        ("parameters <= 1.3e8", Comparison.ABSOLUTE, "<=", 1.3e8),
-        ("parameters <= +0 %", Comparison.CHANGE, "<=", 0.0),
         ("load_route == native", Comparison.ABSOLUTE, "==", "native"),
         ("roles_lost <= 1", Comparison.ABSOLUTE, "<=", 1.0),
-        ("needle_accuracy >= -0.1", Comparison.DIFFERENCE, ">=", -0.1),
-        ("copying_nll <= 110 %", Comparison.SHARE, "<=", 1.1),
+        ("copying_nll[wiki] <= +1 %", Comparison.CHANGE, "<=", 0.01),
+        ("lambada:acc >= 98 %", Comparison.SHARE, ">=", 0.98),
     ],
 )
 def test_limits_say_what_they_compare(
@@ -94,21 +88,23 @@ def test_limits_say_what_they_compare(
     ("text", "message"),
     [
         ("perplexity 25", "has no direction: write the metric, <=, >= or =="),
-        ("query_heads recovery >= 98 %", "query_heads has no direction in which it is better"),
+        ("query_heads recovery >= 98 %", "a recovery is a plain percentage"),
         ("perplexty <= 25", "no metric 'perplexty'. Did you mean 'perplexity'?"),
         ("perplexity >= 25", "must be bounded by <="),
         ("accuracy <= 0.9", "higher accuracy, so it must be bounded by >="),
-        ("perplexity == 25", "must be bounded by <="),
         ("accuracy <= 98 %", "must be bounded by >="),
         ("perplexity => 25", "'=>' is none of <=, >= and =="),
         ("perplexity <= a lot", "'a lot' is no number"),
         ("perplexity <= 1.2.3", "'1.2.3' is no number"),
+        ("perplexity <= 1e999", "too large"),
         ("decode_tokens_per_s >= 100", "more of the machine than of the model"),
         ("decode_tokens_per_s >= -5 %", "more of the machine than of the model"),
         ("perplexity recovery >= 0.98", "a recovery is a plain percentage"),
         ("load_route == nativ", "Did you mean 'native'?"),
         ("load_route <= native", "compared by name"),
-        ("roles_lost <= +1", "'roles_lost == 0', or '<= 1'"),
+        ("perplexty[brown] <= 2", "no metric 'perplexty' of data. Did you mean 'perplexity'?"),
+        ("query_heads[brown] <= 2", "no metric 'query_heads' of data"),
+        ("lambada:acc == 1", "bound the score of a task by <= or >="),
         ("roles_lost >= 1", "'roles_lost == 0', or '<= 1'"),
     ],
 )
@@ -119,11 +115,6 @@ def test_limits_that_make_no_sense_are_refused(text: str, message: str) -> None:
     assert text in str(found.value)
 
 
-@pytest.mark.quick
-def test_every_metric_can_be_limited() -> None:
-    assert set(METRICS) < set(KNOWN)
-
-
 # --- verdicts
 
 
@@ -131,11 +122,10 @@ def test_every_metric_can_be_limited() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "verdict"),
     [
-        (0.0, 0.0199, Verdict.PASSED),
-        (0.0, 0.02, Verdict.PASSED),
+        (0.0, 0.02, Verdict.PASSED),  # the bound itself is allowed
         (0.0, 0.0200001, Verdict.UNDECIDED),
         (0.0199999, 0.05, Verdict.UNDECIDED),
-        (0.02, 0.05, Verdict.UNDECIDED),  # the bound itself is allowed
+        (0.02, 0.05, Verdict.UNDECIDED),
         (0.0200001, 0.05, Verdict.BROKEN),
     ],
 )
@@ -146,18 +136,13 @@ def test_the_whole_interval_decides(low: float, high: float, verdict: Verdict) -
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("low", "high", "verdict"),
-    [
-        (1.0, 1.0, Verdict.PASSED),
-        (0.0, 2.0, Verdict.UNDECIDED),
-        (1.0, 2.0, Verdict.UNDECIDED),
-        (2.0, 3.0, Verdict.BROKEN),
-        (0.0, 0.0, Verdict.BROKEN),
-    ],
-)
-def test_a_number_to_be_met_may_lie_within(low: float, high: float, verdict: Verdict) -> None:
-    assert judge(parse_limit("roles_lost == 1"), interval(low, high)).verdict is verdict
+def test_a_number_to_be_met_may_lie_within() -> None:
+    def verdict(low: float, high: float) -> Verdict:
+        return judge(parse_limit("roles_lost == 1"), interval(low, high)).verdict
+
+    assert verdict(1, 1) is Verdict.PASSED
+    assert verdict(0, 2) is verdict(1, 2) is Verdict.UNDECIDED
+    assert verdict(2, 3) is verdict(0, 0) is Verdict.BROKEN
 
 
 @pytest.mark.quick
@@ -200,9 +185,6 @@ def test_all_right_is_not_certainly_all_right() -> None:
     ("metric", "trials"),
     [
         ("last_word_accuracy", 30),
-        ("last_word_accuracy[main]", 30),
-        ("needle_accuracy", 30),
-        ("seen_last_word_accuracy", 12),
         ("seen_last_word_accuracy[main]", 12),
     ],
 )
@@ -213,11 +195,11 @@ def test_nor_is_any_other_share(metric: str, trials: int) -> None:
     columns = {"last_word_hits": hits, "needle_hits": hits}
     columns |= {"seen_last_words": seen, "seen_last_word_hits": seen}
     samples = Samples({within(column, domain): values for column, values in columns.items()})
-    loaded, done = Loaded((), (), (), None, ()), EvaluationRun(Report.model_construct(), (samples,))
+    done = EvaluationRun(Report.model_construct(), (samples,))
     settings = CheckConfig(model="m", data="d", resamples=1000)
 
     def judged(text: str) -> Judged:
-        return judge_limit(parse_limit(text), loaded, done, None, {}, settings)
+        return judge_limit(parse_limit(text), done, "native", None, {}, settings)
 
     found = judged(f"{metric} >= 0.99")
     assert found.low == pytest.approx(0.005 ** (1 / trials))
@@ -254,18 +236,6 @@ def test_a_handful_of_windows_breaks_a_bound_that_lies_far_off(n: int) -> None:
     assert verdict(limit.text, compared(limit, same, same)) is Verdict.PASSED
 
 
-def test_a_handful_of_windows_breaks_no_limit_by_chance() -> None:
-    """Four windows on the very limit: one interval in a hundred lies on its bad side by chance."""
-    limit, alarms = parse_limit("perplexity <= +0 %"), 0
-    for seed in range(400):
-        base, change = np.random.default_rng(seed).normal([[3.6], [0.0]], [[0.3], [0.03]], (2, 4))
-        theirs = Samples({"nll_nats": 255 * base, "tokens": np.full(4, 255.0)})
-        ours = Samples({**theirs.columns, "nll_nats": 255 * (base + change)})
-        drawn = bootstrap(compared(limit, ours, theirs), 4, 1000, 0.99, seed)
-        alarms += judge(limit, drawn).verdict is Verdict.BROKEN
-    assert alarms <= 7  # as above; plain percentiles give some 25
-
-
 @pytest.mark.quick
 def test_the_worst_verdict_wins() -> None:
     limit = parse_limit("query_heads <= 10")
@@ -280,33 +250,10 @@ def test_the_worst_verdict_wins() -> None:
 
 
 def losses(seed: int, n: int = 60) -> Samples:
+    """Numbers of every column of the table."""
     generator = np.random.default_rng(seed)
-    tokens = generator.integers(5, 20, n).astype(float)
-    return Samples(
-        {
-            "nll_nats": tokens * generator.uniform(2, 4, n),
-            "tokens": tokens,
-            "utf8_bytes": 3 * tokens,
-            "hits": generator.integers(0, 2, n).astype(float),
-            "label_hits": generator.integers(0, 3, n).astype(float),
-            "labels": generator.integers(3, 6, n).astype(float),
-            "similarities": generator.normal(size=n),
-            "scores": generator.integers(0, 5, n).astype(float),
-            "cosines": generator.uniform(size=n),
-            "words": np.full(n, 20.0),
-            "word_hits": generator.integers(0, 20, n).astype(float),
-            "seen_words": np.full(n, 10.0),
-            "seen_word_hits": generator.integers(0, 10, n).astype(float),
-            "copied_nll_nats": generator.uniform(10, 50, n),
-            "copied_tokens": np.full(n, 8.0),
-            "repeated_nll_nats": generator.uniform(10, 50, n),
-            "repeated_tokens": np.full(n, 8.0),
-            "last_word_hits": generator.integers(0, 2, n).astype(float),
-            "seen_last_words": np.ones(n),
-            "seen_last_word_hits": generator.integers(0, 2, n).astype(float),
-            "needle_hits": generator.integers(0, 2, n).astype(float),
-        }
-    )
+    names = dict.fromkeys(name for spec in METRICS.values() for name in spec.columns)
+    return Samples({name: generator.uniform(1, 5, n) for name in names})
 
 
 @pytest.mark.parametrize("name", [name for name, spec in METRICS.items() if spec.formula])
@@ -318,20 +265,6 @@ def test_formulas_give_one_number_per_resample(name: str) -> None:
     assert together.shape == (7,)
     np.testing.assert_allclose(together, [statistic(row) for row in rows], rtol=1e-12)
     assert np.abs(together - statistic(rows[::-1])).max() > 1e-3  # rows matter
-
-
-def test_formulas_are_those_of_the_metrics() -> None:
-    samples, every = losses(0), np.arange(60)
-    nll, tokens, utf8 = (samples.columns[k] for k in ("nll_nats", "tokens", "utf8_bytes"))
-    wanted = {
-        "perplexity": math.exp(nll.sum() / tokens.sum()),
-        "nll_nats_per_token": nll.sum() / tokens.sum(),
-        "bits_per_byte": nll.sum() / utf8.sum() / math.log(2),
-        "accuracy": samples.columns["hits"].mean(),
-    }
-    for name, value in wanted.items():
-        assert samples.statistic(name)(every) == pytest.approx(value, rel=1e-12)
-        assert samples.statistic(name)(every[:-1]) != pytest.approx(value, rel=1e-6)
 
 
 @pytest.mark.quick
@@ -363,21 +296,24 @@ def test_resamples_do_not_depend_on_how_many_are_drawn_at_once(
     assert bootstrap(statistic, 60, 500, 0.99, seed=4) != whole
 
 
-def test_false_alarms_are_as_rare_as_the_confidence_says_and_losses_are_found() -> None:
+@pytest.mark.parametrize("n", [96, 4])
+def test_false_alarms_are_as_rare_as_the_confidence_says_and_losses_are_found(n: int) -> None:
     """A model equal on average, on the very limit; and one that is 3 % worse."""
     limit, alarms, found = parse_limit("perplexity <= +0 %"), 0, 0
     for seed in range(400):
         generator = np.random.default_rng(seed)
-        tokens, base = np.full(96, 255.0), generator.normal(3.6, 0.3, 96)
-        change = generator.normal(0, 0.03, 96)  # per window, as of heads that were cut
+        tokens, base = np.full(n, 255.0), generator.normal(3.6, 0.3, n)
+        change = generator.normal(0, 0.03, n)  # per window, as of heads that were cut
         theirs = Samples({"nll_nats": base * tokens, "tokens": tokens})
         for shift in (0.0, math.log(1.03)):
             ours = Samples({"nll_nats": (base + change + shift) * tokens, "tokens": tokens})
-            drawn = bootstrap(compared(limit, ours, theirs), 96, 1000, 0.99, seed)
+            drawn = bootstrap(compared(limit, ours, theirs), n, 1000, 0.99, seed)
             broken = judge(limit, drawn).verdict is Verdict.BROKEN
             alarms, found = alarms + (broken and not shift), found + (broken and bool(shift))
-    assert alarms <= 7  # 2 expected in 400; more than 7 would come once in a thousand times
-    assert found >= 390
+    # 2 expected in 400; more than 7 would come once in a thousand times, and plain percentiles of
+    # four windows give some 25
+    assert alarms <= 7
+    assert found >= 390 or n == 4
 
 
 # --- models
@@ -435,22 +371,13 @@ def test_an_unchanged_model_passes_and_a_damaged_one_does_not(folders: Path) -> 
     assert recovery.value == pytest.approx(values[1] / values[0])
 
 
-def test_undecided_is_not_passed(folders: Path) -> None:
-    value = read_baseline(folders / "b.json").metrics["perplexity"]
-    limits = (f"perplexity <= {value}",)  # its own value: the interval holds it
-    report = check(config(folders, limits=limits))
-    assert report.verdict is Verdict.UNDECIDED and not report.passed
-    assert "use more data" in report.limits[0].sentence()
-
-
 def test_a_baseline_holds_what_it_takes(folders: Path) -> None:
     made = read_baseline(folders / "b.json")
-    assert Baseline.model_validate_json((folders / "b.json").read_text()) == made
-    assert all(f in Baseline.__doc__ for f in Baseline.model_fields if f != "schema_version")
-    assert len(made.samples["nll_nats"]) == 40
+    assert all(f in Baseline.__doc__ for f in Baseline.model_fields)
     assert made.settings["seed"] == 0 and made.limits == ("perplexity <= +2 %",)
     assert made.structure["query_heads"] == 24
     nll, tokens = (np.array(made.samples[k]) for k in ("nll_nats", "tokens"))
+    assert len(nll) == 40
     assert made.metrics["perplexity"] == pytest.approx(math.exp(nll.sum() / tokens.sum()))
     assert {"torch", "transformers", "headprune"} <= set(made.versions)
 
@@ -469,40 +396,38 @@ def test_speed_is_a_ratio_of_one_run(folders: Path) -> None:
     assert verdicts_of(report) == dict(zip(limits, ("passed", "broken"), strict=True))
 
 
-@pytest.mark.parametrize("case", ["bert-classifier", "bert-base", "bert-mlm"])
-def test_other_tasks_have_limits_of_their_own(case: str, tmp_path: Path) -> None:
-    tiny.save(tiny.model(case), tmp_path / "base")
-    rows = [f"{tiny.text(5, s)},{tiny.text(6, s + 99)},{s % 2}" for s in range(30)]
+@pytest.mark.parametrize(
+    ("case", "columns", "limits"),
+    [
+        (
+            "bert-classifier",
+            {"text_column": "a", "label_column": "y"},
+            ("accuracy >= -1 %", "accuracy >= 99 %"),
+        ),
+        (
+            "bert-base",
+            {"text_column": "a,b", "label_column": "y"},
+            ("mean_cosine >= -0.01", "spearman >= -0.01"),
+        ),
+        ("bert-mlm", {"text_column": "a"}, ("perplexity <= +1 %", "bits_per_byte <= +0.001")),
+    ],
+)
+def test_other_tasks_have_limits_of_their_own(
+    case: str, columns: dict[str, str], limits: tuple[str, ...], tmp_path: Path
+) -> None:
+    base, path = tiny.save(tiny.model(case), tmp_path / "base"), tmp_path / "b.json"
+    rows = [f"{tiny.text(5, s)},{tiny.text(6, s + 99)},{s % 2}" for s in range(12)]
     (tmp_path / "rows.csv").write_text("\n".join(["a,b,y", *rows]))
-    columns: dict[str, str] = {
-        "bert-classifier": {"text_column": "a", "label_column": "y"},
-        "bert-base": {"text_column": "a,b", "label_column": "y"},
-        "bert-mlm": {"text_column": "a"},
-    }[case]
-    limits = {
-        "bert-classifier": ("accuracy >= -1 %", "accuracy >= 99 %"),
-        "bert-base": ("spearman >= -0.01", "mean_cosine >= 0.99"),
-        "bert-mlm": ("perplexity <= +1 %", "bits_per_byte <= +0.001"),
-    }[case]
-    settings = CheckConfig(
-        model=str(tmp_path / "base"),
-        data=str(tmp_path / "rows.csv"),
-        baseline=str(tmp_path / "b.json"),
-        against=str(tmp_path / "base"),
-        limits=limits,
-        **columns,
-        **FAST | {"seq_len": 8},
-    )
+    named = {"model": base, "data": tmp_path / "rows.csv", "baseline": path, "against": base}
+    places = {name: str(place) for name, place in named.items()}
+    given: dict[str, Any] = {**places, **columns, **FAST, "seq_len": 8}
+    settings = CheckConfig(**given, limits=limits)
     update_baseline(settings)
     assert verdicts_of(check(settings)) == dict.fromkeys(limits, "passed")
-    content = json.loads((tmp_path / "b.json").read_text())
-    content["samples"] = {"another": [1.0] * 30}
-    (tmp_path / "b.json").write_text(json.dumps(content))
-    change = limits[0] if case != "bert-base" else "mean_cosine >= -0.01"
-    lacking = settings.model_copy(update={"limits": (change,)})
-    refused(lacking, f"has no {change.split()[0]}, only", DataError)
-    decode = settings.model_copy(update={"limits": ("decode_tokens_per_s >= 1 %",)})
-    refused(decode, "generates no text")
+    refused(CheckConfig(**given, limits=("decode_tokens_per_s >= 1 %",)), "generates no text")
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"samples": {"another": [1.0] * 12}}))
+    refused(settings, f"has no {limits[0].split()[0]}, only", DataError)
 
 
 # --- refusals
@@ -522,8 +447,8 @@ def test_limits_without_what_they_need_are_refused(folders: Path) -> None:
     refused(config(folders, limits=recovery), "give --against MODEL")
     refused(
         config(folders, limits=("accuracy >= 0.9",)),
-        "does not measure accuracy window by window; for a LlamaForCausalLM on this data it "
-        "measures perplexity",
+        "does not measure accuracy on that data; for a LlamaForCausalLM on this data it measures "
+        "perplexity",
     )
     missing = config(folders, limits=change, baseline=str(folders / "none.json"))
     refused(missing, "There is no baseline at", CheckpointError)
@@ -588,22 +513,13 @@ def test_embeddings_beside_another_original_are_no_baseline(tmp_path: Path) -> N
     [
         (lambda c: c | {"schema_version": 2}, "has schema 2; this headprune reads up to 1"),
         (lambda c: {"perplexity": 3}, "is not valid: created: Field required"),
-        (lambda c: c | {"schema_version": {}}, "schema_version: Input should be 1"),
         (lambda c: [c], "holds a list"),
         (lambda c: c | {"structure": {"kv_heads": -1}}, "structure.kv_heads"),
-        (lambda c: c | {"data": {"source": None}}, "data: it must name a source"),
-        (lambda c: c | {"samples": {"nll_nats": [1.0], "tokens": [0.0]}}, "not all 0"),
         (lambda c: c | {"samples": {"nll_nats": [None]}}, "samples.nll_nats.0"),
         (lambda c: c | {"surprise": 1}, "is not valid: surprise"),
-        (lambda c: {k: v for k, v in c.items() if k != "samples"}, "is not valid: samples"),
-        (lambda c: c | {"samples": {"nll_nats": [1.0], "tokens": []}}, "must be equally long"),
-        (lambda c: c | {"samples": {"nll_nats": [math.nan]}}, "NaN is not finite"),
+        (lambda c: c | {"samples": c["samples"] | {"tokens": [1.0]}}, "was edited"),
         (lambda c: c | {"samples": {k: v[:9] for k, v in c["samples"].items()}}, "was edited"),
         (lambda c: "{", "not readable as JSON"),
-        (lambda c: '{"dirty": ' + "9" * 5_000 + "}", "not readable as JSON"),
-        (lambda c: '{"dirty": 1e999}', "1e999 is not finite"),
-        (lambda c: "[" * 100_000, "nested too deeply"),
-        (lambda c: '{"model": "\\ud800"}', "has an invalid character"),
     ],
 )
 def test_damaged_baselines_are_refused(
@@ -767,11 +683,11 @@ def test_a_bad_config_is_one_sentence(
         ({"limits": "perplexty <= 3"}, "no metric 'perplexty'"),
     ],
 )
-def test_settings_that_are_wrong_replace_what_an_earlier_run_said(
+def test_a_check_that_cannot_run_replaces_the_verdicts_of_an_earlier_one(
     by_file: bool,
     settings: dict[str, Any],
     message: str,
-    folders: Path,
+    text_file: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -790,8 +706,8 @@ def test_settings_that_are_wrong_replace_what_an_earlier_run_said(
     assert message in str(suite[0][0].get("message"))
 
 
-def test_so_they_do_in_python_but_never_a_file_of_others(tmp_path: Path) -> None:
-    foreign, junit = tmp_path / "mine.xml", tmp_path / "junit.xml"
+def test_a_file_of_others_is_never_replaced(tmp_path: Path) -> None:
+    foreign = tmp_path / "mine.xml"
     foreign.write_text("<mine />")
     with pytest.raises(HeadpruneError, match="confidence"):
         headprune.check("m", data="d", limits="perplexity <= 3", confidence=2, junit=foreign)
@@ -837,25 +753,6 @@ def test_the_fixture_asserts(assert_no_regression: Any, folders: Path) -> None: 
         assert_no_regression(folders / "same", folders / "b.json", f"perplexity <= {value}")
 
 
-def test_the_fixture_takes_a_baseline_without_what_decides_nothing(
-    assert_no_regression: Any,  # noqa: F811
-    folders: Path,
-    tmp_path: Path,
-) -> None:
-    made = json.loads((folders / "b.json").read_text())
-    for name in ("confidence", "resamples"):
-        del made["settings"][name]
-    (tmp_path / "b.json").write_text(json.dumps(made))
-    report = assert_no_regression(folders / "same", tmp_path / "b.json", resamples=1000)
-    assert verdicts_of(report) == {"perplexity <= +2 %": "passed"}
-
-
-def test_a_metric_has_one_name() -> None:
-    assert parse_limit("copying_nll[wiki] <= +1 %").metric == "copying_nll[wiki]"
-    with pytest.raises(HeadpruneError, match="there is no metric 'induction_nll'"):
-        parse_limit("induction_nll <= +1 %")
-
-
 @pytest.mark.process
 def test_the_plugin_is_light() -> None:
     code = "import sys, headprune.pytest_plugin; sys.exit('torch' in sys.modules)"
@@ -871,14 +768,7 @@ def test_the_action_runs_the_command_with_options_that_exist() -> None:
     assert "${{" not in script["run"]  # inputs are no code
     assert set(script["env"]) == {"CONFIG", "ARGS", "JUNIT"}
     used = {word for word in script["run"].replace("+", " ").split() if word.startswith("--")}
-    from headprune.cli.app import app
-
-    command = next(c for c in app.registered_commands if c.name == "check")
-    from typer.main import get_command_from_info
-
-    built = get_command_from_info(command, pretty_exceptions_short=True, rich_markup_mode=None)
-    known = {option for parameter in built.params for option in parameter.opts}
-    assert used == {"--config", "--junit"} <= known
+    assert used == {"--config", "--junit"}
 
 
 def test_the_self_check_has_limits_that_parse_and_a_baseline_that_reads() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from headprune.model.cost import model_cost
 from headprune.model.inspection import inspect
@@ -60,13 +59,6 @@ def test_cost_counts_what_is_there() -> None:
     per_layer = 48 * 60 + 60 + 2 * (48 * 30 + 30) + 60 * 48 + 48
     assert cost.attention_parameters == per_layer * tiny.LAYERS
     assert model_cost(tiny.model("bert-mlm")).kv_cache_bytes_per_token == 0
-
-
-def test_a_head_dim_that_kernels_are_tuned_for_needs_no_note(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, vocab_size=65, num_attention_heads=2, head_dim=64)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    assert inspect(tmp_path).notes == ()
 
 
 def test_inspect_says_what_the_cache_measures(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import torch
 import headprune
 from headprune import packages
 from headprune.errors import HeadpruneError, PlanError, ProofError
-from headprune.exporting.source import open_source
 from headprune.formats.export import FORMATS
 from headprune.formats.graphs import Graph, compare, graphs_of, write_graphs
 from headprune.formats.run import LoadedGraph, run_by_engine
+from headprune.formats.source import open_source
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.skeleton import without_weights
 from headprune.proof.equivalence import difference

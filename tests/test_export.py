@@ -11,10 +11,10 @@ import pytest
 import headprune
 from headprune import packages
 from headprune.errors import HeadpruneError, PlanError, ProofError
-from headprune.exporting.source import open_source
 from headprune.formats import export as exporting
 from headprune.formats.export import FORMATS
 from headprune.formats.format import read_export
+from headprune.formats.source import open_source
 from headprune.io import shards
 from headprune.registry import Registry
 from tests import tiny

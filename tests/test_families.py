@@ -173,14 +173,6 @@ def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: 
     assert attention_of(reloaded)[1].group_sizes == (2, 2)
 
 
-def test_a_language_part_that_is_laid_out_otherwise_is_refused() -> None:
-    config = tiny.config("llava")
-    assert family_of(config).model_type == "llava"
-    config.text_config = tiny.config("olmo2")
-    with pytest.raises(FamilyError, match=r"is a olmo2, .* laid out differently \(projections\)"):
-        family_of(config)
-
-
 @pytest.mark.parametrize(
     ("case", "kind"),
     slow_unless(

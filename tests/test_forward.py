@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from headprune.model.forward import run_model
+from headprune.model.passes import run_model
 from headprune.model.probes import probe_inputs
 from tests import tiny
 from tests.marks import slow_unless

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 import headprune
-from headprune.errors import HeadpruneWarning, ProofError
+from headprune.errors import ProofError
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
@@ -338,12 +338,3 @@ def test_the_file_of_a_result_names_the_heads_that_are_left(
 
 def _unmapped(*_: Any) -> None:
     raise Unmapped("a tensor")
-
-
-def test_it_is_said_when_no_such_head_is_left(tmp_path: Path) -> None:
-    model = tiny.model("whisper")
-    model.generation_config = GenerationConfig(alignment_heads=[[2, 0], [2, 5]])
-    with pytest.warns(HeadpruneWarning, match="None of the 2 heads is left"):
-        cut_heads(model, _without(model, 2, 0, 5))
-    model.save_pretrained(tmp_path)
-    assert "alignment_heads" not in (tmp_path / "generation_config.json").read_text()

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import headprune
 from headprune.errors import HeadpruneError, PlanError, ProofError
-from headprune.exporting.source import open_source
 from headprune.formats.export import FORMATS
 from headprune.formats.gguf_tokenizer import RULES, recognised
+from headprune.formats.source import open_source
 from headprune.surgery.cut import cut_heads, resolve
 from tests import gguf_words, tiny
 from tests.cutting import ragged_plan, uneven_plan

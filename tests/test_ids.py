@@ -30,7 +30,7 @@ from headprune.evidence.score import score
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
-from headprune.model.identity import id_of_model
+from headprune.model.stored import id_of_model
 from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
 from headprune.regression.check import CheckReport, check
@@ -187,18 +187,6 @@ def test_ids_of_scores(home: Path, tmp_path: Path) -> None:
         read_scores(folder)
 
 
-def test_another_option_of_the_evidence_makes_another_result(home: Path, tmp_path: Path) -> None:
-    other = SMALL.model_copy(update={"seed": 1})  # which no magnitude depends on
-    score(home / "base", tmp_path / "scores", other.part(ScoreConfig, criterion=["magnitude"]))
-    result = prune(
-        home / "base", tmp_path / "half", CutRequest(scores=tmp_path / "scores", keep=0.5)
-    ).manifest
-    first = read_manifest(home / "half")
-    assert result.files["model.safetensors"] == first.files["model.safetensors"]
-    assert (evidence_of(result).seed, evidence_of(first).seed) == (1, 0)
-    assert result.id != first.id
-
-
 def test_a_cut_knows_its_gates(home: Path, tmp_path: Path) -> None:
     config = TrainGatesConfig(target_heads=0.5, steps=2, batch_size=2, seq_len=16, seed=3)
     train_gates(home / "base", text_of(home), tmp_path / "gates", config)
@@ -222,19 +210,6 @@ def test_a_cut_knows_its_gates(home: Path, tmp_path: Path) -> None:
     save_file(tensors, moved / "gates.safetensors")
     with pytest.raises(CheckpointError, match="not as they were written"):
         now(moved)
-
-
-def test_a_cut_by_a_plan_knows_the_plan(home: Path, tmp_path: Path) -> None:
-    ids = []
-    for name, removed in (("a", [0, 1]), ("b", [0, 1]), ("c", [2, 3])):
-        plan = tmp_path / f"{name}.json"
-        plan.write_text(json.dumps({"model.layers.0.self_attn": removed}))
-        evidence = evidence_of(
-            prune(home / "base", tmp_path / name, CutRequest(plan=plan)).manifest
-        )
-        assert evidence.kind == "plan"
-        ids.append(evidence.id)
-    assert ids[0] == ids[1] != ids[2]
 
 
 def test_a_chain_knows_its_parents(home: Path, tmp_path: Path) -> None:
@@ -352,45 +327,6 @@ def test_results_are_paired_with_their_evaluations_whatever_they_are_called(
     assert "its files were not at hand" in (tmp_path / "c.md").read_text()
 
 
-def test_an_evaluation_is_shown_once_and_the_newest_first(
-    made: Path, measured: dict[str, Report], tmp_path: Path
-) -> None:
-    shutil.copytree(made / "half", tmp_path / "run" / "small")
-    newer = measured["half"].model_dump(mode="json")
-    newer["provenance"]["created"] = "2100-01-01T00:00:00+00:00"
-    newer["model"]["metrics"][0]["value"] = 7.0
-    for name, content in (("a", measured["half"].model_dump(mode="json")), ("z", newer)):
-        (tmp_path / "run" / f"{name}.json").write_text(json.dumps(content))
-    shutil.copy(tmp_path / "run" / "a.json", tmp_path / "copy.json")
-    runs = report([tmp_path / "run", tmp_path / "copy.json"], tmp_path / "page.md").runs
-    assert perplexities(runs) == [[7.0, measured["half"].model.metrics[0].value]]
-
-
-def test_what_was_measured_on_the_way_belongs_to_the_run(made: Path, tmp_path: Path) -> None:
-    original = evaluate(made / "base", text_of(made), EVALUATE)
-    original.write(tmp_path / "original.json")
-    (run,) = report([made / "half", tmp_path / "original.json"], tmp_path / "page.md").runs
-    assert [e.id for e in run.evaluations] == [original.id]
-    assert run.evaluation is None  # it says nothing of the result
-    edit(tmp_path / "original.json", lambda r: r["model"].update(id="0" * 64))
-    runs = report([made / "half", tmp_path / "original.json"], tmp_path / "page2.md").runs
-    assert [len(run.evaluations) for run in runs] == [0, 1]
-
-
-def test_checks_belong_to_the_result_that_was_checked(made: Path, tmp_path: Path) -> None:
-    config = CheckConfig(
-        model=str(made / "half"), data=str(made / "text.txt"), limits=LIMITS, seq_len=16
-    )
-    (tmp_path / "check.json").write_text(check(config).model_dump_json())
-    places = [made / "most", made / "half", tmp_path / "check.json"]
-    runs = report(places, tmp_path / "a.md").runs
-    assert [len(run.checks) for run in runs] == [0, 1]
-    edit(tmp_path / "check.json", lambda c: c.pop("measured"))
-    runs = report(places, tmp_path / "b.md").runs
-    assert [len(run.checks) for run in runs] == [0, 0, 1]
-    assert "is unknown: its files were not at hand" in runs[2].summary
-
-
 def test_scores_belong_to_what_they_chose(home: Path, tmp_path: Path) -> None:
     score(
         home / "base",
@@ -446,30 +382,3 @@ def test_verify_tells_a_refit_from_trained_weights(home: Path, tmp_path: Path) -
     told = str(verify(tmp_path / "trained", against=home / "base").not_run)
     assert "its weights came with its gates" in told and "refitted on" not in told
     assert verify(home / "half", against=home / "base").not_run is None
-
-
-DAMAGED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "kind": (lambda m: m["done"].update(kind="cutting"), "done"),
-    "foreign": (lambda m: m["done"].update(steps=3), "done.pruning.steps"),
-    "evidence": (lambda m: m["done"]["evidence"].update(id="x"), "done.pruning.evidence.id"),
-    "keep": (lambda m: m["done"]["evidence"].update(keep="half"), "done.pruning.evidence.keep"),
-    "id": (lambda m: m.update(id=3), "id"),
-    "parent": (lambda m: m.update(parent="base"), "parent"),
-    "refit": (lambda m: m.update(refit={"data": "text.txt"}), "refit.tokens"),
-    "command": (lambda m: m.update(made_by={"command": "prune"}), "made_by.options"),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGED)
-def test_damaged_parts(case: str, home: Path) -> None:
-    change, message = DAMAGED[case]
-    edit(home / "half" / "headprune.json", change)
-    with pytest.raises(CheckpointError) as told:
-        read_manifest(home / "half")
-    assert message in str(told.value) and "\n" not in str(told.value)
-
-
-def test_a_damaged_id_of_scores(home: Path) -> None:
-    edit(home / "scores" / "scores.json", lambda m: m.update(id="x"))
-    with pytest.raises(CheckpointError, match="id: String should match"):
-        read_scores(home / "scores")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,19 @@ from transformers import PreTrainedTokenizerFast
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.read import read_examples
 from headprune.errors import DataError
-from headprune.evaluation import measured
+from headprune.evaluation import evaluate as evaluation
 from headprune.evaluation.evaluate import evaluate
-from headprune.evaluation.last_words import (
+from headprune.evaluation.metrics import Floats, Samples
+from headprune.evaluation.probes import (
     Passage,
+    answered,
+    last_word_columns,
     last_words,
+    lines_of,
     passages,
-    rows_of,
 )
-from headprune.evaluation.samples import Samples
-from headprune.model.forward import logits_at
+from headprune.model.batch import most_tokens
+from headprune.model.passes import logits_at
 from tests import tiny
 
 LETTERS = [f"{a}{b}{c}d" for a in "bcdf" for b in "aeio" for c in "lmnr"][: tiny.WORDS]
@@ -43,6 +48,12 @@ def tokenizer() -> Any:
     )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>")
+
+
+def columns(model: Any, words: Any, given: Sequence[Passage], size: int = 4) -> dict[str, Floats]:
+    """What a model makes of passages."""
+    prompts = last_words(given, words, most_tokens(model.config, words))
+    return last_word_columns(prompts, answered(model, [one.row for one in prompts], size))
 
 
 def test_passages_are_whole_sentences_without_their_last_word() -> None:
@@ -104,7 +115,7 @@ def test_text_files_are_read_across_pieces(tmp_path: Path) -> None:
     text = [sentence(number, 60) for number in range(5_000)]
     (tmp_path / "a.txt").write_text("\n".join(text))
     examples = read_examples(DataConfig(source=str(tmp_path / "a.txt")))
-    assert passages(rows_of(examples), 10**6) == passages(text, 10**6)
+    assert passages(lines_of(examples), 10**6) == passages(text, 10**6)
     assert len(passages(text, 10**6)) == 5_000
 
 
@@ -133,9 +144,9 @@ def test_hits_do_not_depend_on_batch_size_or_padding(case: str) -> None:
         given.append(Passage(context, likeliest(model, words, context, 0 if hit else 1), hit))
         wanted.append(float(hit))
     for size in (1, 3, 11):
-        assert last_words(model, words, given, size)["last_word_hits"].tolist() == wanted
-    assert last_words(model, words, given[::-1], 4)["last_word_hits"].tolist() == wanted[::-1]
-    found = Samples(last_words(model, words, given))
+        assert columns(model, words, given, size)["last_word_hits"].tolist() == wanted
+    assert columns(model, words, given[::-1])["last_word_hits"].tolist() == wanted[::-1]
+    found = Samples(columns(model, words, given))
     assert found.value("last_word_accuracy") == pytest.approx(4 / 11)
     assert found.value("seen_last_word_accuracy") == 1
 
@@ -155,7 +166,7 @@ def test_every_token_of_a_word_must_be_the_likeliest() -> None:
     wrong = likeliest(model, words, f"{context} {first}", 1)
     given = [Passage(context, f"{first}/{last}", False) for last in (second, wrong)]
     given.append(Passage(context, f"{wrong}/{second}", False))
-    found = last_words(model, words, given)
+    found = columns(model, words, given)
     assert found["last_word_hits"].tolist() == [1, 0, 0]
     assert list(found) == ["last_word_hits"]  # no word was seen earlier
 
@@ -171,8 +182,8 @@ def test_what_is_longer_than_the_model_takes_is_left_out() -> None:
     model, words = tiny.model("llama-gqa"), tokenizer()
     long = Passage(sentence(0, 128)[:-1], LETTERS[0], False)  # of 128 positions
     short = Passage(sentence(0, 60)[:-1], LETTERS[0], False)
-    assert len(last_words(model, words, [long, short])["last_word_hits"]) == 1
-    assert last_words(model, words, [long]) == {}
+    assert len(columns(model, words, [long, short])["last_word_hits"]) == 1
+    assert columns(model, words, [long]) == {}
 
 
 def test_an_evaluation_says_which_last_words_are_predicted(tmp_path: Path) -> None:
@@ -185,15 +196,17 @@ def test_an_evaluation_says_which_last_words_are_predicted(tmp_path: Path) -> No
     config = EvaluateConfig(**fast, resamples=200, last_words=20)
     report = evaluate(tmp_path / "model", data, config, tmp_path / "model")
     found = {one.name: one for one in report.model.metrics}
-    columns = last_words(model, tokenizer(), passages(text, 20))
+    hits = columns(model, tokenizer(), passages(text, 20))["last_word_hits"]
     assert found["last_word_accuracy"].n == 20
-    assert found["last_word_accuracy"].value == columns["last_word_hits"].mean()
-    assert found["repeated_passage_nll"].n == 16
+    assert found["last_word_accuracy"].value == hits.mean()
+    assert found["repeated_passage_nll"].n == found["copying_nll"].n == 16
+    assert abs(found["copying_nll"].value - math.log(tiny.VOCAB)) < 1.5  # it guesses
     same = {one.name: one.interval.estimate for one in report.differences}
     assert same["last_word_accuracy"] == same["repeated_passage_nll"] == 0
     assert report.provenance.settings["last_words"] == 20
     none = evaluate(tmp_path / "model", data, EvaluateConfig(**fast, last_words=0, copying=0))
-    assert not {"last_word_accuracy", "repeated_passage_nll"} & {m.name for m in none.model.metrics}
+    left_out = {"last_word_accuracy", "repeated_passage_nll", "copying_nll"}
+    assert not left_out & {m.name for m in none.model.metrics}
     assert "last_words" not in none.provenance.settings
 
 
@@ -221,7 +234,7 @@ def test_unequal_numbers_of_windows_are_not_paired(
     (tmp_path / "text.txt").write_text(tiny.text(400))
     counts = iter([3, 4])
     monkeypatch.setattr(
-        measured, "last_words", lambda *_: {"last_word_hits": np.ones(next(counts))}
+        evaluation, "last_word_columns", lambda *_: {"last_word_hits": np.ones(next(counts))}
     )
     data = DataConfig(source=str(tmp_path / "text.txt"))
     config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0)

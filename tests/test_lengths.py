@@ -21,7 +21,7 @@ from headprune.config import (
 from headprune.data.batches import batches, calibration, merge_calibration
 from headprune.errors import HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
-from headprune.model.lengths import most_tokens, usable_length
+from headprune.model.batch import most_tokens, usable_length
 from tests import tiny
 
 LONGEST = 128  # of the tiny models

@@ -15,11 +15,9 @@ from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 from headprune.config import DataConfig, EvaluateConfig, NeedleConfig
 from headprune.data.read import Examples, read_examples
 from headprune.errors import DataError
-from headprune.evaluation.endings import endings_predicted
-from headprune.evaluation.evaluate import evaluate
-from headprune.evaluation.needle import Needle, needles, retrieved
+from headprune.evaluation.evaluate import evaluate, retrieved
+from headprune.evaluation.probes import Needle, answered, needles
 from tests import tiny
-from tests.test_cli import run
 
 SAID = "The secret number of the is . bridge castle engine forest garden island kitchen river"
 NEARBY = 3  # tokens that say what comes next, where they stood before
@@ -71,8 +69,8 @@ def hidden(examples: Examples, lengths: tuple[int, ...], **settings: Any) -> tup
 
 
 def found(reach: int, given: tuple[Needle, ...]) -> dict[tuple[int, float], float]:
-    hits = endings_predicted(Finder(reach), [needle.row for needle in given], 3)
-    return {(f.tokens, f.depth): f.accuracy for f in retrieved(given, {"needle_hits": hits})}
+    hits = answered(Finder(reach), [needle.row for needle in given], 3)
+    return {(f.tokens, f.depth): f.accuracy for f in retrieved(given, hits)}
 
 
 def test_needles_are_found_as_far_back_as_a_model_sees(examples: Examples) -> None:
@@ -140,12 +138,3 @@ def test_an_evaluation_shows_retrieval_beside_the_base(llama_folder: Path, text_
     plain = evaluate(llama_folder, data, config.model_copy(update={"needle": False}))
     assert plain.model.needle is None
     assert not any(name.startswith("needle") for name in plain.provenance.settings)
-
-
-def test_an_encoder_has_no_needle(
-    tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    place = tiny.save(tiny.model("bert-mlm"), tmp_path / "bert")
-    code, _, told = run(capsys, "evaluate", place, "--data", text_file, "--needle")
-    assert code == 2
-    assert "this one is a BertForMaskedLM" in told

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import PlanError
-from headprune.exporting.source import open_source
 from headprune.formats.regularise import regularise
+from headprune.formats.source import open_source
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
 from headprune.schemas.manifest import read_manifest

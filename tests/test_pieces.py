@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import headprune
-from headprune.model import pieces
+from headprune.model import passes
 from headprune.model.attention import attention_of
-from headprune.model.forward import run_model
-from headprune.model.pieces import entering_output, in_pieces
+from headprune.model.passes import entering_output, in_pieces, in_sequence, run_model
 from headprune.model.probes import probe_inputs
-from headprune.model.streams import in_sequence
 from headprune.runtime.modeling_headprune import Attention
 from tests import tiny
 from tests.marks import slow_unless
@@ -30,7 +28,7 @@ CASES = tuple(case for case in tiny.FAMILY_CASES if case != "albert")  # whose l
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "TOKENS", 32)  # two sequences of 16
+    monkeypatch.setattr(passes, "TOKENS", 32)  # two sequences of 16
 
 
 @contextmanager
@@ -107,25 +105,6 @@ def test_the_model_is_as_before_after_an_error() -> None:
     assert patched and not any("forward" in vars(module) for module in model.modules())
 
 
-class Told(nn.Module):
-    """Tells more than states, as some experts do."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.calls = inner, 0
-
-    def forward(self, states: Tensor) -> tuple[Tensor, int]:
-        self.calls += 1
-        return self.inner(states), len(states)
-
-
-@torch.no_grad()
-def test_a_module_that_tells_more_sees_all_sequences() -> None:
-    told = Told(nn.Linear(4, 4))
-    states, number = pieces._piecewise(told.forward, torch.ones(5, 16, 4))
-    assert (states.shape, number, told.calls) == ((5, 16, 4), 5, 2)
-
-
 COMMANDS: dict[str, dict[str, Any]] = {
     "prune": {"plan": "plan.json", "refit": "text.txt"},
     "convert-gqa": {"kv_heads": 1, "calibrate": "text.txt"},
@@ -148,7 +127,7 @@ def test_a_result_is_the_same_in_pieces_and_layer_by_layer(
     Path("plan.json").write_text('{"model.layers.0.self_attn": [0, 1]}')
 
     def made(name: str, tokens: int, **others: Any) -> dict[str, Tensor]:
-        monkeypatch.setattr(pieces, "TOKENS", tokens)
+        monkeypatch.setattr(passes, "TOKENS", tokens)
         settings = {"seq_len": 16, "calibration_tokens": 256, **COMMANDS[command], **others}
         getattr(headprune, command.replace("-", "_"))("model", output=name, **settings)
         return load_file(Path(name, "model.safetensors"))
@@ -174,7 +153,7 @@ def entered(model: PreTrainedModel, given: Any, tokens: int) -> dict[str, Tensor
         return x
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "TOKENS", tokens)
+        patch.setattr(passes, "TOKENS", tokens)
         in_sequence(model, attention_of(model), given, enter)
     return found
 
@@ -195,26 +174,6 @@ def test_attention_in_pieces_gives_what_it_gives_of_all(case: str) -> None:
         torch.testing.assert_close(x, whole[path], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(x.flip(0), whole[path], rtol=1e-2, atol=1e-3)
     assert not any("forward" in vars(module) for module in model.modules())
-
-
-@pytest.mark.parametrize(
-    ("case", "query", "output"),
-    [
-        ("llama-gqa", "layers.1.self_attn.q_proj", "layers.1.self_attn.o_proj"),
-        ("phi3", "layers.1.self_attn.qkv_proj", "layers.1.self_attn.o_proj"),
-        ("gpt2", "h.1.attn.c_attn", "h.1.attn.c_proj"),
-        ("modernbert", "layers.1.attn.Wqkv", "layers.1.attn.Wo"),
-        ("marian", "encoder.layers.1.self_attn.q_proj", "encoder.layers.1.self_attn.out_proj"),
-    ],
-)
-def test_attention_sees_two_sequences_at_a_time(case: str, query: str, output: str) -> None:
-    model = tiny.model(case)
-    with counted(model, nn.Module) as seen:
-        entered(model, of_five(model), 48)
-    calls = {name.removeprefix("model."): given for name, given in seen.items()}
-    calls |= {name.removeprefix("transformer."): given for name, given in seen.items()}
-    assert calls[query] == [2, 2, 1]
-    assert calls[output] == [2, 2, 1, 5]  # asked for its inputs, and then for all outputs
 
 
 class Attends(nn.Module):
@@ -252,7 +211,7 @@ def test_what_cannot_be_told_apart_runs_together(after: Any, given: Any, split: 
     if found is not None:
         inputs, others = found
         result = module(states, **given)
-        assert len(states) > pieces.TOKENS // 16  # so that it came in several
+        assert len(states) > passes.TOKENS // 16  # so that it came in several
         assert torch.equal(inputs, states) and not torch.equal(inputs, states.flip(0))
         assert others == (result[1:] if isinstance(result, tuple) else None)
     assert "forward" not in vars(projection)

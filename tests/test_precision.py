@@ -34,7 +34,7 @@ from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.score import score
 from headprune.exporting import prune as pruning
 from headprune.exporting.convert_gqa import convert_gqa
-from headprune.exporting.prune import migrate, prune
+from headprune.exporting.prune import prune
 from headprune.exporting.write import Pruned
 from headprune.formats.export import export
 from headprune.gates.train_gates import train_gates
@@ -48,13 +48,12 @@ from headprune.proof import equivalence
 from headprune.proof.verify import verify
 from headprune.regression.check import check
 from headprune.schemas.plan import Plan
-from headprune.surgery.cut import cut_heads, fold_gates, resolve
+from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.merges import MERGES
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import uneven_plan
 from tests.marks import slow_unless
-from tests.test_verify import PRUNED, old_folder
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SMALL = CalibrationConfig(calibration_tokens=600, seq_len=16)
@@ -135,19 +134,6 @@ def test_trained_gates(half: torch.dtype, data: DataConfig, tmp_path: Path) -> N
     )
 
 
-def test_trained_weights_are_kept_in_float32_until_they_are_written(
-    half: torch.dtype, data: DataConfig, tmp_path: Path
-) -> None:
-    base = saved("llama-gqa", half, tmp_path / "model")
-    settings = {"target_heads": 0.5, "train": "attention", "steps": 4, "seq_len": 16}
-    train_gates(base, data, tmp_path / "gates", TrainGatesConfig(**settings))
-    weights = load_file(tmp_path / "gates" / "weights.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
-    result = prune(base, tmp_path / "out", CutRequest(gates=tmp_path / "gates"))
-    sound(result, half)
-    assert result.manifest.proof.cast > 1e-6
-
-
 def test_scores_and_a_refit(half: torch.dtype, data: DataConfig, tmp_path: Path) -> None:
     base = saved("llama-gqa", half, tmp_path / "model")
     score(
@@ -208,15 +194,6 @@ def test_every_merge(
     sound(result.pruned, half)
 
 
-def test_healing(half: torch.dtype, data: DataConfig, tmp_path: Path) -> None:
-    base = saved("llama-gqa", half, tmp_path / "model")
-    convert_gqa(base, tmp_path / "mqa", CONVERT)
-    config = HealConfig(steps=3, seq_len=16)
-    result = heal(tmp_path / "mqa", base, data, tmp_path / "out", config)
-    sound(result.pruned, half)
-    assert result.pruned.manifest.proof.cast > 1e-6
-
-
 def test_evaluation_is_in_what_the_checkpoint_holds(
     half: torch.dtype, data: DataConfig, tmp_path: Path
 ) -> None:
@@ -235,13 +212,6 @@ def test_evaluation_is_in_what_the_checkpoint_holds(
         out, tmp_path / "again", CutRequest(plan=uneven_plan(headprune.from_pretrained(out)))
     )
     sound(again, half, out)
-
-
-def test_migration(half: torch.dtype, tmp_path: Path) -> None:
-    old = old_folder(tiny.model("bert-mlm", half), tmp_path / "old", PRUNED)
-    result = migrate(old, tmp_path / "out")
-    sound(result, half)
-    assert result.manifest.proof.cast == 0.0
 
 
 def test_a_wrong_cut_fails_in_bfloat16_as_well(tmp_path: Path) -> None:
@@ -268,16 +238,6 @@ def test_widened_is_what_loading_in_float32_gives(case: str, tmp_path: Path) -> 
     rounded = equivalence.difference(wanted, probes.probe(half, inputs))
     assert rounded > 1e-3
     assert equivalence.difference(wanted, probes.probe(widened(half), inputs)) == 0.0
-
-
-@pytest.mark.parametrize("computed", list(HALVES))
-def test_computing_in_half_precision_is_proven_in_float32(
-    computed: str, half: torch.dtype, data: DataConfig, tmp_path: Path
-) -> None:
-    base = saved("llama-gqa", half, tmp_path / "model")
-    plan = uneven_plan(headprune.from_pretrained(base))
-    computing = SMALL.model_copy(update={"dtype": Dtype(computed)})
-    sound(prune(base, tmp_path / "out", CutRequest(plan=plan), data, computing), half)
 
 
 def test_another_type_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
@@ -364,41 +324,11 @@ def test_types_are_found_under_the_names_on_disk(case: str, tmp_path: Path) -> N
     assert {n: t.dtype for n, t in again.items()} == {n: t.dtype for n, t in mixed.items()}
 
 
-def test_an_index_leads_to_no_other_folder(tmp_path: Path) -> None:
-    base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
-    whole = stored_tensors(base)
-    (base / "model.safetensors").rename(base / "part.safetensors")
-    for file in ("part.safetensors", "../model/part.safetensors"):
-        index = {"metadata": {}, "weight_map": dict.fromkeys(whole, file)}
-        (base / "model.safetensors.index.json").write_text(json.dumps(index))
-        if file == "part.safetensors":
-            found = stored_tensors(base)
-            assert {n: (t.dtype, t.shape, t.start) for n, t in found.items()} == {
-                n: (t.dtype, t.shape, t.start) for n, t in whole.items()
-            }
-            continue
-        with pytest.raises(CheckpointError, match="no safetensors file in its own folder"):
-            stored_tensors(base)
-
-
 def test_rounding_says_whether_it_changed_anything() -> None:
     net = tiny.model("llama-gqa")
     assert StoredDtypes(torch.bfloat16).round(net)
     assert not StoredDtypes(torch.bfloat16).round(net)
     assert not StoredDtypes(torch.float32).narrows(net)
-
-
-@pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm"])
-def test_folded_gates_compute_what_gates_do(case: str) -> None:
-    net = tiny.model(case)
-    cuts, inputs = resolve(uneven_plan(net), net), probes.probe_inputs(net)
-    wanted = equivalence.probe_gated(net, cuts, inputs)
-    folded = fold_gates(cuts)
-    assert all(cut.scale is None for cut in folded)
-    assert equivalence.difference(wanted, equivalence.probe_gated(net, folded, inputs)) < 1e-6
-    assert (
-        equivalence.difference(wanted, equivalence.probe_gated(net, cuts, inputs)) > 1e-3
-    )  # twice
 
 
 def overflowing(tmp_path: Path, weight: float) -> Path:
@@ -426,7 +356,7 @@ def test_an_overflow_is_refused_before_any_work(
     command: str, data: DataConfig, tmp_path: Path
 ) -> None:
     base = overflowing(tmp_path, 300.0)
-    refusal = r"overflows in float16: 'model.layers.2.mlp.*--config dtype=float32"
+    refusal = r"overflows in float16: 'model.layers.2.mlp.*dtype=float32"
     with pytest.raises(CheckpointError, match=refusal):
         COMMANDS[command](base, data, tmp_path / "out", Dtype.FLOAT16)
     assert not (tmp_path / "out").exists()
@@ -518,7 +448,7 @@ def test_tensors_without_a_place_are_refused(case: str, named: str | None, tmp_p
     config = json.loads((base / "config.json").read_text())
     cls = config["architectures"][0]
     (base / "config.json").write_text(json.dumps({**config, "architectures": named and [named]}))
-    with pytest.raises(CheckpointError, match=rf'"architectures": \["{cls}"\]') as refused:
+    with pytest.raises(CheckpointError, match='"architectures" in config.json') as refused:
         headprune.from_pretrained(base)
     assert len(str(refused.value)) <= 400 + len(str(base))
     headprune.from_pretrained(base, drop_unexpected=True)
@@ -534,7 +464,7 @@ def test_tensors_of_no_class_are_refused(tmp_path: Path) -> None:
     weights["adapter.up.weight"] = torch.ones(3, 3)
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     plan = uneven_plan(headprune.from_pretrained(base, drop_unexpected=True))
-    with pytest.raises(CheckpointError, match=r"'adapter.up.weight'.*No class.*--drop-unexpected"):
+    with pytest.raises(CheckpointError, match=r"'adapter.up.weight'.*drop_unexpected=True"):
         prune(base, tmp_path / "out", CutRequest(plan=plan))
     dropping = Context(allowed=Allowed(drop_unexpected=True))
     result = prune(base, tmp_path / "out", CutRequest(plan=plan), context=dropping)
@@ -558,33 +488,6 @@ def test_masks_of_old_checkpoints_are_no_weights(case: str, tmp_path: Path) -> N
     save_file({**weights, **real}, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="holds . tensors"):
         headprune.from_pretrained(base)
-
-
-def test_a_checkpoint_of_the_hub_that_is_not_found_again_keeps_its_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
-    plan = uneven_plan(headprune.from_pretrained(base))
-    monkeypatch.setattr("headprune.exporting.write.stored_tensors", lambda *_: {})
-    monkeypatch.setattr("headprune.model.open.stored_tensors", lambda *_: {})
-    monkeypatch.setattr("headprune.model.stored.stored_tensors", lambda *_: {})
-    result = prune(base, tmp_path / "out", CutRequest(plan=plan))
-    assert dtypes_on_disk(result.output) == {torch.bfloat16}
-    assert not result.warnings
-
-
-def test_what_a_class_passes_over_is_said(tmp_path: Path) -> None:
-    base = saved("deepseek_v3", torch.bfloat16, tmp_path / "model")
-    weights = load_file(base / "model.safetensors")
-    more = {"model.layers.61.embed_tokens.weight": torch.ones(2, 2)}  # of the real one's last layer
-    more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
-    save_file({**weights, **more}, base / "model.safetensors", metadata={"format": "pt"})
-    result = prune(
-        base, tmp_path / "out", CutRequest(plan=uneven_plan(headprune.from_pretrained(base)))
-    )
-    assert len(result.warnings) == 1
-    assert "1 of the checkpoint's tensors" in result.warnings[0]
-    assert "'model.layers.61.embed_tokens.weight'" in result.warnings[0]
 
 
 @pytest.mark.parametrize(

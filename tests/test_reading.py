@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 
@@ -18,7 +17,7 @@ from headprune.model.loading import load_tokenizer
 from tests import tiny
 from tests.test_cli import run
 
-LANGUAGE_MODELS = ("bert-mlm", "bart", "gpt2", "opt", "qwen2", "qwen3", "gpt_neox", "t5", "llama")
+LANGUAGE_MODELS = ("bert-mlm", "gpt2", "t5")
 SIZE = 30_000  # tokens, as real models have
 
 
@@ -111,7 +110,7 @@ def test_text_of_which_the_tokenizer_makes_nothing(llama_folder: Path, tmp_path:
     text = tmp_path / "text.txt"
     text.write_text("слово за словом " * 200, encoding="utf-8")
     with pytest.raises(DataError, match="makes no tokens of the text"):
-        headprune.compress(model, [text], tmp_path / "out", keep=0.5, seq_len=16)
+        headprune.compress(model, tmp_path / "out", data=[text], keep=0.5, seq_len=16)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +118,6 @@ def test_text_of_which_the_tokenizer_makes_nothing(llama_folder: Path, tmp_path:
     [
         "evaluate m --data t.txt --no-speed --config seq_len=16",
         "score m --data t.txt --criterion fisher --config seq_len=16 out",
-        "score m --data t.txt --criterion compensated --config seq_len=16 out",
-        "train-gates m --data t.txt --target-heads 0.5 --steps 1 --config seq_len=16 out",
-        "heal m --teacher m --data t.txt --steps 1 --config seq_len=16 out",
     ],
 )
 def test_ids_that_a_model_does_not_embed(
@@ -140,15 +136,6 @@ def test_ids_that_a_model_does_not_embed(
     assert not (tmp_path / "out").exists()
 
 
-def test_padding_without_an_embedding() -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.add_special_tokens({"pad_token": "<later>"})
-    alike, unlike = documents(("w0 w1",), ("w2 w3",)), documents(("w0 w1",), ("w2",))
-    assert tokenized_rows(alike, tokenizer, 16, vocabulary=tiny.VOCAB)
-    with pytest.raises(DataError, match="'<later>' has the id 65"):
-        tokenized_rows(unlike, tokenizer, 16, vocabulary=tiny.VOCAB)
-
-
 @pytest.fixture(scope="module")
 def strange(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A tiny Llama with the wrong text, and without its tokenizer."""
@@ -164,12 +151,8 @@ def strange(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 COMMANDS = {
     "train-gates": "train-gates {model} --target-heads 0.5 --data {text}",
     "score": "score {model} --data {text}",
-    "prune": "prune {model} --plan {plan} --refit {text}",
-    "convert-gqa": "convert-gqa {model} --kv-heads 1 --calibrate {text}",
     "heal": "heal {model} --teacher {model} --steps 2 --data {text}",
     "evaluate": "evaluate {model} --data {text}",
-    "check": "check {model} --limit perplexity<=9 --data {text}",
-    "sweep": "sweep {model} --data {text}",
 }
 
 
@@ -187,9 +170,3 @@ def test_every_command_that_reads_text_refuses(
         line = [word.format(**{**strange, **changed}) for word in words]
         code, _, err = run(capsys, *line, *options)
         assert (code, message in err) == (2, True), err
-
-
-def test_families_without_vocabulary_files_still_get_an_empty_tokenizer(tmp_path: Path) -> None:
-    """If not, the check is no longer needed."""
-    made = transformers.AutoTokenizer.from_pretrained(bare("gpt2", tmp_path / "model"))
-    assert len(made) < 5

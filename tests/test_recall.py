@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
-from headprune.config import DataConfig, EvaluateConfig
-from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.metrics import Samples
 from headprune.evaluation.recall import RecalledWords, WordMarks, copying_losses
-from headprune.evaluation.samples import Samples
 from tests import tiny
 
 TOKENS = ["<s>", "Ġthe", "Ġcat", "Ġsat", "s", ".", "-", "Ġ7", "Ġdog", "ma", "Ċ", "7"]
@@ -122,15 +118,3 @@ def test_copying_is_told_from_guessing() -> None:
     drawn = [copying_losses(Copier(7), Marked(), 6, 16, 2, seed) for seed in (0, 0, 1)]
     first, again, other = (columns["copied_nll_nats"].tolist() for columns in drawn)
     assert first == again != other
-
-
-def test_an_evaluation_says_what_is_copied(llama_folder: Path, text_file: Path) -> None:
-    data, fast = DataConfig(source=str(text_file)), {"seq_len": 16, "speed": False}
-    report = evaluate(llama_folder, data, EvaluateConfig(**fast, resamples=200), llama_folder)
-    (found,) = (m for m in report.model.metrics if m.name == "copying_nll")
-    assert found.n == 16
-    assert abs(found.value - math.log(tiny.VOCAB)) < 1.5  # a random model guesses
-    (same,) = (d for d in report.differences if d.name == "copying_nll")
-    assert same.interval.estimate == 0
-    report = evaluate(llama_folder, data, EvaluateConfig(**fast, copying=0))
-    assert "copying_nll" not in [m.name for m in report.model.metrics]

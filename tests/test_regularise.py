@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.errors import PlanError
-from headprune.exporting.source import ExportSource, open_source
 from headprune.formats.regularise import regularise
+from headprune.formats.source import ExportSource, open_source
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.zero_heads import padded, spread
 from tests import tiny

@@ -11,7 +11,7 @@ from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.evaluation.needle import _KEYS
+from headprune.evaluation.probes import _KEYS
 from headprune.model.attention import attention_of
 from headprune.role import ROLES, inputs
 from headprune.role.inputs import Reading, needles_input
@@ -84,7 +84,7 @@ def test_random_heads_do_not_retrieve(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where all needles are taken for found."""
-    monkeypatch.setattr(inputs, "endings_predicted", lambda model, rows, size: [1] * len(rows))
+    monkeypatch.setattr(inputs, "answered", lambda model, rows, size: [1] * len(rows))
     model = tiny.model(case)
     states = [score.state for layer in told(model, given(model, tmp_path)) for score in layer]
     assert len(states) == 24 and "over" not in states

@@ -21,8 +21,8 @@ from headprune.evidence.losses import losses_without
 from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of, layer_of
 from headprune.model.batch import token_mask
-from headprune.model.forward import run_model
 from headprune.model.heads import read_output, write_output
+from headprune.model.passes import run_model
 from headprune.planning.from_evidence import CutRequest
 from headprune.regression.limits import parse_limit
 from headprune.regression.roles import LostRoles

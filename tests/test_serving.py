@@ -18,7 +18,7 @@ from tests.test_cli import run
 
 
 def lines_of(folder: Path) -> dict[str, str]:
-    return dict(serving(read_manifest(folder), folder, Path(folder.name)))
+    return dict(serving(read_manifest(folder), Path(folder.name)))
 
 
 def even(model: object) -> object:
@@ -35,12 +35,12 @@ def even(model: object) -> object:
         (
             RAGGED,
             ragged_plan,
-            "headprune export 'out put' --to vllm 'out put-vllm' && vllm serve",
+            "headprune export 'out put' 'out put-vllm' --to vllm && vllm serve",
         ),
         (
             EMPTY,
             lambda model: uneven_plan(model, 1),
-            "headprune export 'out put' --to vllm 'out put-vllm' && vllm serve",
+            "headprune export 'out put' 'out put-vllm' --to vllm && vllm serve",
         ),
     ],
 )
@@ -52,10 +52,10 @@ def test_the_card_names_the_command_for_the_shape(
     given = given.model_copy(update={"model": None})
     layout = "ragged" if shape == RAGGED else "per-layer"
     headprune.prune(model, out, plan=given, layout=layout)
-    assert shape in shapes_in(read_manifest(out))
+    assert shape in shapes_in((manifest := read_manifest(out)).layout, manifest.shape)
     card = (out / "README.md").read_text()
     assert line in card and ("transformers --trust-remote-code" in card) == (shape != EVEN)
-    assert "headprune export 'out put' --to gguf 'out put-gguf' && llama-server" in card
+    assert "headprune export 'out put' 'out put-gguf' --to gguf && llama-server" in card
     assert {*lines_of(out).values()} <= {*card.split("\n")}
 
 

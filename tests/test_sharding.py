@@ -35,9 +35,9 @@ from headprune.errors import HeadpruneError
 from headprune.exporting.convert_gqa import convert_gqa
 from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
-from headprune.model import sharding
+from headprune.model import placement
 from headprune.model.open import open_model
-from headprune.model.sharding import refuse_to_shard
+from headprune.model.placement import refuse_to_shard
 from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
 from headprune.schemas.gates import read_metadata
@@ -356,10 +356,10 @@ def test_what_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch, folder
         with pytest.raises(HeadpruneError, match="--train lora adds others. Use --train attention"):
             heal(folder / "gqa", folder / "model", text, folder / "moved", adapted)
         with monkeypatch.context() as patch:
-            patch.setattr(sharding.transformers, "__version__", "5.18.1")
+            patch.setattr(placement.transformers, "__version__", "5.18.1")
             with pytest.raises(HeadpruneError, match=r"needs transformers 5.19, and 5.18.1 is"):
                 refuse_to_shard()
-            patch.setattr(sharding.transformers, "__version__", "5.19.0.dev0")
+            patch.setattr(placement.transformers, "__version__", "5.19.0.dev0")
             refuse_to_shard()
         gpu = torch.device("cuda")
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: gpu)

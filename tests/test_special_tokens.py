@@ -199,7 +199,7 @@ def test_whatever_an_evaluation_reads_begins_as_a_text(
         report = evaluate_loaded(loaded, config).report
     names = {metric.name for metric in report.model.metrics}
     assert {"perplexity", "copying_nll", "last_word_accuracy", "needle_accuracy"} <= names
-    assert len({ids.shape[1] for ids in seen}) >= 3  # windows, passages, contexts with needles
+    assert len({ids.shape[1] for ids in seen}) >= 2  # windows and prompts
     assert all(begin(ids.tolist(), before) for ids in seen)
     assert report.provenance.settings.get("prefix_ids", []) == before
 

@@ -108,9 +108,9 @@ def test_files_without_a_task_are_refused(tmp_path: Path) -> None:
     with pytest.raises(HeadpruneError, match="there is no such file"):
         refuse_tasks([str(tmp_path / "a.yaml")])
     (tmp_path / "a.yaml").write_text("x: 1")
-    with pytest.raises(HeadpruneError, match="the file names no task"):
+    with pytest.raises(HeadpruneError, match="no YAML file there names a task"):
         refuse_tasks([str(tmp_path / "a.yaml")])
-    with pytest.raises(HeadpruneError, match="no YAML file with a task"):
+    with pytest.raises(HeadpruneError, match="no YAML file there names a task"):
         refuse_tasks([str(tmp_path)])
 
 
@@ -123,8 +123,10 @@ def test_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         evaluate("nowhere", data, EvaluateConfig(**FAST, tasks="lambada_openai"))
 
 
-def test_encoders_have_no_tasks(task_file: Path, text_file: Path, tmp_path: Path) -> None:
-    folder = tiny.save(tiny.model("bert-mlm"), tmp_path / "bert")
-    config = EvaluateConfig(**FAST, tasks=str(task_file))
-    with pytest.raises(HeadpruneError, match="tasks are for models that generate"):
-        evaluate(folder, DataConfig(source=str(text_file)), config)
+def test_encoders_have_no_tasks_and_no_needles(
+    task_file: Path, text_file: Path, tmp_path: Path
+) -> None:
+    folder, data = tiny.save(tiny.model("bert-mlm"), tmp_path / "bert"), str(text_file)
+    for name, value in (("tasks", str(task_file)), ("needle", True)):
+        with pytest.raises(HeadpruneError, match=f"--{name} is for models that generate"):
+            evaluate(folder, DataConfig(source=data), EvaluateConfig(**FAST, **{name: value}))

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import headprune
 from headprune.errors import PlanError, ProofError
-from headprune.exporting.source import open_source
 from headprune.formats.export import FORMATS
+from headprune.formats.source import open_source
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import ragged_plan, uneven_plan
@@ -119,7 +119,7 @@ def test_wrong_counts_in_the_config_are_noticed(tmp_path: Path) -> None:
 
 def test_many_shards_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cut(tmp_path / "m", "llama-gqa", ragged=True)
-    monkeypatch.setattr("headprune.exporting.checkpoint._SHARD", 50_000)
+    monkeypatch.setattr("headprune.formats.checkpoint._SHARD", 50_000)
     headprune.export(tmp_path / "m", tmp_path / "out", to="vllm")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
     given, served = (headprune.from_pretrained(tmp_path / name) for name in ("m", "out"))

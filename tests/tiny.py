@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from headprune.family import FAMILIES, vision_language
-from headprune.model.tasks import _TASKS
+from headprune.model.batch import _TASKS
 
 WORDS = 60
 SPECIAL = ["<unk>", "<pad>", "<s>", "</s>", "<mask>"]

@@ -43,7 +43,7 @@ from headprune.exporting.card import write_card
 from headprune.exporting.write import Proposal, Pruned, write
 from headprune.io.outputs import claimed, whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
-from headprune.model.lengths import most_tokens
+from headprune.model.batch import most_tokens
 from headprune.model.loading import CLASSIFIERS, UNMEASURED, task_of
 from headprune.model.open import open_model
 from headprune.model.refusals import refuse_without_text

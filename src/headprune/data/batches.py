@@ -30,8 +30,7 @@ from headprune.data.sequences import Label, packed_sequences, tokenized_rows, tr
 from headprune.data.text import Collate, Text, cut, lengths, longest_of
 from headprune.data.tokens import around, refuse_beyond
 from headprune.errors import DataError
-from headprune.model.batch import Batch, decoder_inputs, padding_id
-from headprune.model.lengths import usable_length
+from headprune.model.batch import Batch, decoder_inputs, padding_id, usable_length
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of, vocabulary_of
 from headprune.model.refusals import refuse_without_padding, refuse_without_text
 

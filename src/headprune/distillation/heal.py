@@ -19,8 +19,8 @@ from headprune.distillation.trainer import HealedModel, HealTrainer, merged, tra
 from headprune.errors import HeadpruneError
 from headprune.exporting.write import Changes, Pruned, write
 from headprune.io.shell import command
-from headprune.model.identity import id_of_model
 from headprune.model.losses import own_share, recompute_activations
+from headprune.model.stored import id_of_model
 from headprune.packages import refuse_missing
 from headprune.placements import Placement, in_shards, placing, sharding
 from headprune.resuming import Run, claimed_run

@@ -13,8 +13,8 @@ from headprune.errors import HeadpruneError
 from headprune.io.shards import StoredTensor, tensors_in
 from headprune.model.attention import attention_of
 from headprune.model.open import Model
+from headprune.model.placement import refuse_to_shard
 from headprune.model.residency import sources
-from headprune.model.sharding import refuse_to_shard
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import StoredDtypes
 from headprune.proof import equivalence

@@ -1,4 +1,4 @@
-"""Is the difference between two models real? Paired bootstrap over sequences or examples.
+"""Intervals of metrics and of differences: paired bootstrap over sequences or examples.
 
 Both models are measured on the same sequences; a resample draws sequences, not models, so what the
 sequences have in common cancels (Efron and Tibshirani 1993, ch. 8 and 13: percentile intervals).
@@ -25,13 +25,12 @@ from scipy.stats import norm, t
 
 from headprune.data.text import evenly
 
-# Maps indices of sequences, shape (..., sequences), to one number each, shape (...).
-Statistic = Callable[[NDArray[np.int64]], Any]
-
 Numbers = NDArray[np.int64]
+# Maps indices of sequences, shape (..., sequences), to one number each, shape (...).
+Statistic = Callable[[Numbers], Any]
 
-FEWEST = 10  # draws: fewer make resamples that differ too little from each other
-_DRAWN_AT_ONCE = 1 << 18  # indices: more do not go faster, and take memory
+FEWEST = 10  # draws: resamples of fewer differ too little from each other
+_DRAWN_AT_ONCE = 1 << 18  # indices: more are no faster, and take memory
 
 
 @dataclass(frozen=True)
@@ -72,11 +71,11 @@ def bootstrap(
         statistic: Maps indices of sequences (with repeats) to a number; many resamples at once,
             one a row.
         n: Number of sequences.
-        resamples: Number of resamples.
+        resamples: Number of resamples; those whose statistic is NaN do not count.
         confidence: Level, between 0 and 1.
-        seed: Seed of the resampling. Resamples in which the statistic is NaN do not count.
+        seed: Seed of the resampling.
         documents: Of neighbouring windows, the number of the document that each begins in; None
-            where sequences have nothing to do with each other.
+            for independent sequences.
     """
     starts = _starts(n, documents)
     tail, units = (1 - confidence) / 2, len(starts)
@@ -96,8 +95,7 @@ def bootstrap(
         tail = norm.cdf(-math.sqrt(units / (units - 1)) * t.ppf(1 - tail, units - 1))
     drawn = np.concatenate(draws)
     drawn = drawn[~np.isnan(drawn)]
-    # of two infinite neighbours the one between is none
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # between two infinite neighbours lies NaN
         low, high = np.quantile(drawn, [tail, 1 - tail]) if len(drawn) else (np.nan, np.nan)
     return Interval(estimate, float(low), float(high), confidence, n)
 

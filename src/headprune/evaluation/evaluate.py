@@ -4,31 +4,54 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from datasets import Dataset
+from transformers import PreTrainedModel
+
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Context
+from headprune.data.read import Examples
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.evaluation.comparison import bootstrap
-from headprune.evaluation.loaded import Loaded, load
-from headprune.evaluation.measured import add_fidelity, measure
-from headprune.evaluation.metrics import Columns, label, spec_of
-from headprune.evaluation.needle import retrieved
+from headprune.evaluation import quality
+from headprune.evaluation.comparison import Numbers, bootstrap
+from headprune.evaluation.loaded import LANGUAGE_MODELS, Loaded, LoadedDomain, load
+from headprune.evaluation.metrics import (
+    Floats,
+    Samples,
+    label,
+    similarity_correlation,
+    spec_of,
+    within,
+)
+from headprune.evaluation.probes import NEEDLES, Needle, answered, last_word_columns
 from headprune.evaluation.quality import Progress
+from headprune.evaluation.recall import (
+    REPEATED,
+    WORDS,
+    RecalledWords,
+    WordMarks,
+    copying_losses,
+    repeated_losses,
+    repeated_rows,
+)
+from headprune.evaluation.refusals import are_pairs
 from headprune.evaluation.report import (
     Difference,
     Metric,
     ModelReport,
     Provenance,
     Report,
+    Retrieval,
 )
-from headprune.evaluation.samples import Samples
+from headprune.evaluation.tasks import task_scores
 from headprune.model.cost import longest_context, model_cost
-from headprune.model.loading import task_of
+from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 from headprune.model.placement import alone_on_device
 from headprune.model.residency import residency_of
 from headprune.model.speed import Speed
@@ -36,13 +59,37 @@ from headprune.model.speed import measure as timed
 from headprune.schemas.manifest import utc_now
 from headprune.tensors.dtypes import dtype_name
 
+_BY_ROW = (*quality.TokenLosses._fields, *WORDS, "cosines")  # columns that have a row per window
+
 
 @dataclass(frozen=True)
 class EvaluationRun:
-    """A report with what every window or example gave; the base comes second, if there is one."""
+    """A report, and the samples of each model; the base comes second, if there is one."""
 
     report: Report
     samples: tuple[Samples, ...]
+
+
+@dataclass
+class Measured:
+    """Results of one model on all domains, and on tasks.
+
+    Attributes:
+        samples: The columns of metrics.
+        vectors: By domain, the embeddings of its texts, from a model without a head.
+        whole: Metrics that are no function of single examples.
+    """
+
+    samples: Samples
+    vectors: dict[str, Floats] = field(default_factory=dict)
+    whole: list[Metric] = field(default_factory=list)
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return all metrics; raises DataError if one is not finite."""
+        known = {one.name for one in self.whole}
+        names = [name for name in self.samples.metrics() if name not in known]
+        values = ((name, self.samples.value(name), self.samples.count(name)) for name in names)
+        return (*(Metric.of(*each) for each in values), *self.whole)
 
 
 def evaluate(
@@ -52,13 +99,13 @@ def evaluate(
     against: str | Path | None = None,
     context: Context = Context(),
 ) -> Report:
-    """Evaluates a model, and its paired difference to a base.
+    """Evaluate a model, and its paired difference to a base.
 
     Args:
         model: Folder or hub id.
-        data: Where the examples come from. Of several, by name, the first are the main ones;
-            metrics of the others carry their names, as in ``perplexity[brown]``.
-        config: How to evaluate.
+        data: Source of the examples. Of several, by name, the first is the main one; metrics of the
+            others carry their names, as in ``perplexity[brown]``.
+        config: Settings.
         against: The base model.
         context: What it runs in.
 
@@ -74,7 +121,7 @@ def run(
     config: EvaluateConfig,
     progress: Progress = lambda done, total: None,
 ) -> EvaluationRun:
-    """The second half of ``evaluate``: runs the models; keeps what every window gave."""
+    """Run the models: the second half of ``evaluate``, with the samples."""
     count = len(loaded.nets)
 
     def step(index: int) -> Progress:
@@ -85,37 +132,173 @@ def run(
         with alone_on_device(net):
             measured.append(measure(loaded, index, config, step(index)))
     if count == 2:
-        add_fidelity(measured[0], measured[1])
-    samples = tuple(one.samples for one in measured)
-    quality_of = [one.metrics() for one in measured]  # before anything is timed
-    speeds: list[Speed] | list[None] = [None] * count
+        _add_fidelity(*measured)
+    metrics = [one.metrics() for one in measured]  # before anything is timed
+    speeds: Sequence[Speed | None] = [None] * count
     if config.speed and any(map(residency_of, loaded.nets)):
-        said = "Speed is not measured of models that run layer by layer; --no-speed leaves it out."
-        warnings.warn(said, HeadpruneWarning, stacklevel=2)
+        why = "Speed is not measured of models that run layer by layer; --no-speed leaves it out."
+        warnings.warn(why, HeadpruneWarning, stacklevel=2)
     elif config.speed:
         speeds = timed(loaded.nets, batches=config.decode_batches)
     reports = [
-        _report(loaded, index, quality_of[index], found, speeds[index], config.memory)
-        for index, found in enumerate(one.columns for one in measured)
+        _report(loaded, index, metrics[index], one.samples, speeds[index], config.memory)
+        for index, one in enumerate(measured)
     ]
+    samples = tuple(one.samples for one in measured)
     report = Report(
         provenance=_provenance(loaded, config),
         model=reports[0],
         against=reports[1] if count == 2 else None,
-        differences=tuple(_differences(samples, quality_of[0], config)) if count == 2 else (),
+        differences=tuple(_differences(samples, metrics[0], config)) if count == 2 else (),
     )
     return EvaluationRun(report, samples)
+
+
+def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progress) -> Measured:
+    """Run one of the models on everything; progress counts sequences and prompts."""
+    columns: dict[str, Floats] = {}
+    documents: dict[str, Numbers] = {}
+    result, net, done = Measured(Samples(columns, documents)), loaded.nets[index], 0
+    total = sum(len(domain.rows) + len(domain.prompts) for domain in loaded.domains)
+    for domain in loaded.domains:
+
+        def step(now: int, _: int, before: int = done) -> None:
+            progress(before + now, total)
+
+        given = _columns(loaded, net, domain, config, step, result.vectors)
+        columns |= {within(name, domain.name): column for name, column in given.items()}
+        if domain.documents is not None:
+            documents |= {within(name, domain.name): domain.documents for name in _BY_ROW}
+            some = domain.documents[repeated_rows(len(domain.rows), config.copying)]
+            documents |= {within(name, domain.name): some for name in REPEATED}
+        done += len(domain.rows) + len(domain.prompts)
+    if config.tasks:
+        scores, by_example = task_scores(net, loaded.tokenizer, config)
+        columns |= by_example
+        result.whole += scores
+    return result
+
+
+def _columns(
+    loaded: Loaded,
+    net: PreTrainedModel,
+    domain: LoadedDomain,
+    config: EvaluateConfig,
+    progress: Progress,
+    vectors: dict[str, Floats],
+) -> dict[str, Floats]:
+    """Return the columns of a model on a domain; embeddings are added to ``vectors``."""
+    task, size = task_of(net), config.batch_size
+    rows, tokenizer = domain.rows, loaded.tokenizer
+    if task == "causal-lm":
+        return _generated(net, domain, tokenizer, config, progress)
+    if task == "seq2seq-lm":
+        return quality.translation_losses(net, rows, tokenizer, size, progress)._asdict()
+    if task in LANGUAGE_MODELS:
+        losses = quality.masked_losses(net, rows, tokenizer, size, config.seed, progress)
+        return losses._asdict()
+    if task in CLASSIFIERS:
+        predicted = quality.predictions(net, rows, tokenizer, size, progress)
+        labels = _labels(loaded, net, rows)
+        if task == "regression":
+            return {"similarities": predicted[:, 0], "scores": _scores(labels.tolist())}
+        right = predicted == labels
+        if task == "classification":
+            return {"hits": right.astype(np.float64)}
+        return {
+            "hits": right.all(1).astype(np.float64),
+            "label_hits": (predicted * labels).sum(1),
+            "labels": (predicted + labels).sum(1),
+        }
+    embeddings = vectors[domain.name] = quality.embeddings(net, rows, tokenizer, size, progress)
+    return _similarities(embeddings, domain.examples)
+
+
+def _generated(
+    net: PreTrainedModel,
+    domain: LoadedDomain,
+    tokenizer: Any,
+    config: EvaluateConfig,
+    progress: Progress,
+) -> dict[str, Floats]:
+    """Return the columns of a causal language model."""
+    words, size, rows = RecalledWords(WordMarks(tokenizer)), config.batch_size, domain.rows
+    columns = quality.causal_losses(net, rows, tokenizer, size, progress, words)._asdict()
+    columns |= words.columns()
+    length = len(rows[0]["input_ids"])
+    if config.copying and length > 3:
+        if not domain.name:  # random tokens are of no domain
+            columns |= copying_losses(net, tokenizer, config.copying, length, size, config.seed)
+        columns |= repeated_losses(net, tokenizer, rows, config.copying, size)
+
+    def later(done: int, total: int) -> None:
+        progress(len(rows) + done, total)
+
+    hits = answered(net, domain.prompts, size, later)
+    of_words, of_needles = np.split(hits, [len(domain.last_words)])
+    columns |= last_word_columns(domain.last_words, of_words)
+    return columns | (dict(zip(NEEDLES, [of_needles], strict=True)) if domain.needles else {})
+
+
+def _labels(loaded: Loaded, net: PreTrainedModel, rows: Dataset) -> Floats:
+    """Return the labels of rows, numbered for the first model, as this one numbers its classes."""
+    labels = np.array(rows["labels"], dtype=np.float64)
+    if task_of(net) == "regression":
+        return labels
+    first, ids = (class_ids(each.config) for each in (loaded.nets[0], net))
+    if task_of(net) == "multi-label":
+        return labels[:, [first[name] for name in sorted(ids, key=ids.__getitem__)]]
+    here = {number: ids[name] for name, number in first.items()}
+    return np.array([here[number] for number in rows["labels"]], dtype=np.float64)
+
+
+def _similarities(vectors: Floats, examples: Examples) -> dict[str, Floats]:
+    """Return cosines and scores of scored pairs; nothing of other texts."""
+    if not are_pairs(examples):
+        return {}
+    labels = examples.spread(len(vectors) // 2).labels or ()
+    cosines = (vectors[0::2] * vectors[1::2]).sum(1)
+    return {"similarities": cosines, "scores": _scores(labels)}
+
+
+def _scores(labels: Sequence[str | float]) -> Floats:
+    try:
+        scores = np.array([float(label) for label in labels])
+    except ValueError as error:
+        raise DataError(f"The scores of sentence pairs must be numbers ({error}).") from None
+    if not np.isfinite(scores).all() or len(np.unique(scores)) < 2:
+        raise DataError(
+            f"The {len(scores)} scores of the examples must be finite and not all the same; "
+            "a correlation is not defined otherwise."
+        )
+    return scores
+
+
+def _add_fidelity(model: Measured, base: Measured) -> None:
+    """Add how near the embeddings of a model are to those of its base."""
+    for domain, ours in model.vectors.items():
+        theirs, n = base.vectors[domain], len(ours)
+        if n < 3:
+            raise DataError(
+                f"Embeddings are compared on 3 texts at least; the data has {n}. Give a table with "
+                "a text per row, or plain text of more sentences."
+            )
+        cosines = {within("cosines", domain): (ours * theirs).sum(1)}
+        model.samples = Samples({**model.samples.columns, **cosines}, model.samples.documents)
+        name = within("similarity_correlation", domain)
+        model.whole.append(Metric.of(name, similarity_correlation(ours, theirs), n))
 
 
 def _report(
     loaded: Loaded,
     index: int,
     metrics: tuple[Metric, ...],
-    columns: Columns,
+    samples: Samples,
     speed: Speed | None,
     memory: int | None,
 ) -> ModelReport:
     net = loaded.nets[index]
+    hits = samples.columns.get(*NEEDLES, np.zeros(0))
     return ModelReport(
         id=loaded.ids[index],
         name=loaded.names[index],
@@ -126,57 +309,55 @@ def _report(
         cost=model_cost(net),
         speed=speed,
         longest_context=None if memory is None else longest_context(net, memory),
-        needle=retrieved(loaded.domains[0].needles, columns) or None,
+        needle=retrieved(loaded.domains[0].needles, hits) or None,
+    )
+
+
+def retrieved(needles: Sequence[Needle], hits: Floats) -> tuple[Retrieval, ...]:
+    """Return the share of needles that were retrieved, by context length and depth."""
+    cells: dict[tuple[int, float], list[float]] = {}
+    for needle, hit in zip(needles, hits.tolist(), strict=True):
+        cells.setdefault((len(needle.row.ids), needle.depth), []).append(hit)
+    return tuple(
+        Retrieval(tokens=tokens, depth=depth, accuracy=sum(hits) / len(hits), n=len(hits))
+        for (tokens, depth), hits in cells.items()
     )
 
 
 def _differences(
     samples: tuple[Samples, ...], metrics: tuple[Metric, ...], config: EvaluateConfig
 ) -> list[Difference]:
-    found, (model, base) = [], samples
+    differences, (model, base) = [], samples
     higher = {one.name: one.higher_is_better for one in metrics}
-    both = [name for name in model.metrics() if name in base.metrics()]
-    for name in both:
-        if model.count(name) != base.count(name):
+    for name in (name for name in model.metrics() if name in base.metrics()):
+        n, kind = model.count(name), spec_of(name).compared
+        if n != base.count(name):
             raise DataError(
-                f"The {label(name)} has {model.count(name)} windows or examples of the model and "
+                f"The {label(name)} has {n} windows or examples of the model and "
                 f"{base.count(name)} of the base, which cannot be compared one by one. Measure "
                 "them apart, without --against."
             )
-        ours, theirs, spec = model.statistic(name), base.statistic(name), spec_of(name)
-        if spec.compared is None:
+        if kind is None:
             continue
+        ours, theirs = model.statistic(name), base.statistic(name)
 
-        def gap(
-            i: Any, a: Any = ours, b: Any = theirs, ratio: bool = spec.compared == "ratio"
-        ) -> Any:
+        def gap(i: Any, a: Any = ours, b: Any = theirs, ratio: bool = kind == "ratio") -> Any:
             return a(i) / b(i) if ratio else a(i) - b(i)
 
-        interval = bootstrap(
-            gap,
-            model.count(name),
-            config.resamples,
-            config.confidence,
-            config.seed,
-            model.documents_of(name),
-        )
-        if not interval.is_finite:
+        documents = model.documents_of(name)
+        interval = bootstrap(gap, n, config.resamples, config.confidence, config.seed, documents)
+        if interval.is_finite:
+            differences.append(
+                Difference(name=name, kind=kind, interval=interval, higher_is_better=higher[name])
+            )
+        else:
             warnings.warn(
                 f"The {label(name)} against the base has no finite interval on "
-                f"{interval.n} windows or examples, and is left out of the report. Give more.",
+                f"{n} windows or examples, and is left out of the report. Give more.",
                 HeadpruneWarning,
                 stacklevel=2,
             )
-            continue
-        found.append(
-            Difference(
-                name=name,
-                kind=spec.compared,
-                interval=interval,
-                higher_is_better=higher[name],
-            )
-        )
-    return found
+    return differences
 
 
 def _provenance(loaded: Loaded, config: EvaluateConfig) -> Provenance:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headprune import devices
@@ -21,42 +20,40 @@ from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import by_sentence
 from headprune.data.sequences import tokenized_rows, translation_rows, windows
 from headprune.data.tokens import around, refuse_beyond
-from headprune.evaluation.last_words import LAST_WORDS, Passage, fitting, passages, rows_of
-from headprune.evaluation.metrics import within
-from headprune.evaluation.needle import NEEDLE, Needle, needles
+from headprune.evaluation import probes
+from headprune.evaluation.comparison import Numbers
+from headprune.evaluation.metrics import Samples, within
+from headprune.evaluation.probes import LastWord, Needle, Prompt
 from headprune.evaluation.quality import TokenLosses
 from headprune.evaluation.recall import COPYING, REPEATED, WORDS, WordMarks
 from headprune.evaluation.refusals import (
+    are_pairs,
     refuse_exported,
     refuse_other_tokenizer,
     refuse_unfit,
 )
-from headprune.evaluation.samples import Samples
 from headprune.evaluation.tasks import refuse_tasks
-from headprune.model.identity import id_of_model
-from headprune.model.lengths import most_tokens, usable_length
+from headprune.model.batch import most_tokens, usable_length
 from headprune.model.loading import (
     CLASSIFIERS,
-    load_config,
-    load_tokenizer,
     parse_dtype,
     task_of,
     vocabulary_of,
 )
-from headprune.model.open import as_it_fits
+from headprune.model.open import Model, read_model
 from headprune.model.placement import alone_on_device
 from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.model.refusals import refuse_without_text
+from headprune.model.stored import id_of_model
 from headprune.tensors.dtypes import dtype_name
 
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
-_CORRELATIONS = ["spearman", "pearson"]
-_OF_CLASSIFIERS = {
-    "classification": ["accuracy"],
-    "multi-label": ["accuracy", "micro_f1"],
-    "regression": _CORRELATIONS,
-}
 _PACKED = ("causal-lm", "masked-lm")  # their text is cut into sequences of one length
+_COLUMNS = {
+    "classification": ("hits",),
+    "multi-label": ("hits", "label_hits", "labels"),
+    "regression": ("similarities", "scores"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,32 +62,27 @@ class LoadedDomain:
 
     Attributes:
         name: What its metrics carry in brackets; "" for the main one.
-        data: Where it comes from.
+        data: Source, split and columns.
         examples: The documents.
         rows: What the models read.
         documents: The number of the document that each row of a text begins in; None where every
             row is a document.
-        passages: Those whose last words are to be predicted.
-        needles: Contexts with a fact that is to be found.
+        last_words: Passages whose last words are to be predicted.
+        needles: Contexts with a fact to retrieve.
     """
 
     name: str
     data: DataConfig
     examples: Examples
     rows: Dataset
-    documents: NDArray[np.int64] | None = None
-    passages: tuple[Passage, ...] = ()
+    documents: Numbers | None = None
+    last_words: tuple[LastWord, ...] = ()
     needles: tuple[Needle, ...] = ()
 
     @property
-    def steps(self) -> int:
-        """What a causal language model reads, for its progress."""
-        return len(self.rows) + len(self.passages) + len(self.needles)
-
-    @property
-    def pairs(self) -> bool:
-        """Whether the examples are scored pairs."""
-        return self.examples.labels is not None and self.examples.width == 2
+    def prompts(self) -> list[Prompt]:
+        """Prompts of last words, then of needles."""
+        return [word.row for word in self.last_words] + [needle.row for needle in self.needles]
 
 
 @dataclass(frozen=True)
@@ -112,26 +104,25 @@ class Loaded:
     domains: tuple[LoadedDomain, ...]
 
     def metrics(self) -> tuple[str, ...]:
-        """The metrics of which every window or example has its part."""
-        return tuple(name for domain in self.domains for name in self._metrics(domain))
+        """Return the metrics that a run can give example by example."""
+        columns = [within(c, one.name) for one in self.domains for c in self._columns(one)]
+        return Samples(dict.fromkeys(columns, np.zeros(1))).metrics()
 
-    def _metrics(self, domain: LoadedDomain) -> list[str]:
+    def _columns(self, domain: LoadedDomain) -> tuple[str, ...]:
         task = task_of(self.nets[0])
+        if task == "causal-lm":
+            words = WORDS if WordMarks(self.tokenizer).any else ()
+            main = () if domain.name else (*COPYING, *probes.NEEDLES)
+            return (*TokenLosses._fields, *REPEATED, *probes.LAST_WORDS, *main, *words)
         if task in LANGUAGE_MODELS:
-            columns = [*TokenLosses.COLUMNS]
-            if task == "causal-lm":
-                columns += [*REPEATED, *LAST_WORDS, *(() if domain.name else (*COPYING, *NEEDLE))]
-                columns += WORDS if WordMarks(self.tokenizer).any else ()
-            names = [*Samples(dict.fromkeys(columns, np.zeros(1))).metrics()]
-        elif task in CLASSIFIERS:
-            names = _OF_CLASSIFIERS[task]
-        else:
-            paired = ["mean_cosine"] if len(self.nets) == 2 else []
-            names = [*(_CORRELATIONS if domain.pairs else []), *paired]
-        return [within(name, domain.name) for name in names]
+            return TokenLosses._fields
+        if task in _COLUMNS:
+            return _COLUMNS[task]
+        pairs = ("similarities", "scores") if are_pairs(domain.examples) else ()
+        return (*pairs, "cosines") if len(self.nets) == 2 else pairs
 
     def settings(self, config: EvaluateConfig) -> dict[str, Any]:
-        """The settings of a run; the length of packed sequences is the one that they have."""
+        """Return the settings of a run; packed sequences have their real length."""
         used: dict[str, Any] = {}
         if task_of(self.nets[0]) in _PACKED:
             used = {"seq_len": len(self.domains[0].rows[0]["input_ids"])}
@@ -146,19 +137,19 @@ class Loaded:
         return {**settings, **used}
 
     def data_sha256(self) -> str:
-        """Digest of the texts and labels of the main domain, in order."""
+        """Return the digest of the texts and labels of the main domain, in order."""
         return self.domains[0].examples.sha256
 
     def further(self) -> dict[str, dict[str, Any]] | None:
-        """The other domains: where they come from, and the digests of their texts and labels."""
-        found = {
+        """Return source and digest of the other domains, by name; None without any."""
+        others = {
             one.name: {**one.data.model_dump(mode="json"), "sha256": one.examples.sha256}
             for one in self.domains[1:]
         }
-        return found or None
+        return others or None
 
     def inputs_sha256(self) -> str:
-        """Digest of the token ids that the models read, which tokenizer and settings decide."""
+        """Return the digest of the token ids that the models read."""
         digest, rows = hashlib.sha256(), self.domains[0].rows
         for name in sorted(rows.column_names):
             for row in rows[name]:
@@ -173,90 +164,80 @@ def load(
     against: str | Path | None = None,
     allowed: Allowed = Allowed(),
 ) -> Loaded:
-    """The first half of ``evaluate``, which finds what does not fit before any work is done."""
-    trust = {"trust_remote_code": allowed.trust_remote_code}
+    """Open models and data, and refuse what does not fit before any work is done."""
     several = {"": data} if isinstance(data, DataConfig) else data
     refuse_tasks(config.tasks)
-    found = [read_examples(one) for one in several.values()]
+    examples = [read_examples(one) for one in several.values()]
     names = [str(name) for name in (model, against) if name is not None]
     for name in names:
-        load_config(name, **trust)
-    nets: list[PreTrainedModel] = []
-    for name in names:
         refuse_exported(name)
-        net = as_it_fits(
-            name,
-            parse_dtype(config.dtype.value),
-            **trust,
-            drop_unexpected=allowed.drop_unexpected,
-        )
-        refuse_missing_dtype(net.dtype, devices.chosen())
-        refuse_without_text(net, "evaluate")
-        if devices.emulates(dtype := dtype_name(net.dtype)):
-            devices.remark(
-                f"'{name}' is measured in {dtype}, which this CPU only emulates: "
-                "--config dtype=float32 is several times as fast."
-            )
-        with alone_on_device(net):
-            refuse_not_finite(net, name)
-        nets.append(net)
-    tokenizer = load_tokenizer(names[0], **trust)
-    for examples in found:
-        refuse_unfit(nets, names, examples, config)
-    seq_len = usable_length(nets[0].config, tokenizer, config.seq_len)
+    models = [read_model(name, parse_dtype(config.dtype.value), allowed) for name in names]
+    nets = [_loaded(model) for model in models]
+    tokenizers = [model.tokenizer for model in models]
+    for one in examples:
+        refuse_unfit(nets, names, one, config)
+    seq_len = usable_length(nets[0].config, tokenizers[0], config.seq_len)
     if against is not None:
-        base = load_tokenizer(names[1], **trust)
-        refuse_other_tokenizer(tokenizer, base, names)
-    domains = tuple(
-        LoadedDomain(
-            name if number else "",
-            one,
-            examples,
-            *_rows(nets[0], tokenizer, examples, seq_len, config.max_windows),
-            _passages(nets, tokenizer, examples, config),
-            () if number else _needles(nets[0], tokenizer, examples, config),
-        )
-        for number, ((name, one), examples) in enumerate(zip(several.items(), found, strict=True))
+        refuse_other_tokenizer(tokenizers[0], tokenizers[1], names)
+    domains = (
+        _domain(name if number else "", source, one, nets, tokenizers[0], seq_len, config)
+        for number, ((name, source), one) in enumerate(zip(several.items(), examples, strict=True))
     )
     ids = tuple(id_of_model(name) for name in names)
-    return Loaded(ids, tuple(names), tuple(nets), tokenizer, domains)
+    return Loaded(ids, tuple(names), tuple(nets), tokenizers[0], tuple(domains))
 
 
-def _passages(
-    nets: list[PreTrainedModel], tokenizer: Any, examples: Examples, config: EvaluateConfig
-) -> tuple[Passage, ...]:
-    asked = config.last_words if task_of(nets[0]) == "causal-lm" else 0
-    return fitting(passages(rows_of(examples), asked), tokenizer, nets) if asked else ()
+def _loaded(model: Model) -> PreTrainedModel:
+    """Return a model with its weights, off the device: one model at a time is measured there."""
+    net = model.weighted()
+    refuse_missing_dtype(net.dtype, devices.chosen())
+    refuse_without_text(net, "evaluate")
+    if devices.emulates(dtype := dtype_name(net.dtype)):
+        devices.remark(
+            f"'{model.source}' is measured in {dtype}, which this CPU only emulates: "
+            "--config dtype=float32 is several times as fast."
+        )
+    with alone_on_device(net):
+        refuse_not_finite(net, model.source)
+    return net
 
 
-def _needles(
-    net: PreTrainedModel, tokenizer: Any, examples: Examples, config: EvaluateConfig
-) -> tuple[Needle, ...]:
-    if not config.needle:
-        return ()
-    most, known = most_tokens(net.config, tokenizer), vocabulary_of(net)
-    return needles(examples, tokenizer, most, config, config.seed, known)
+def _domain(
+    name: str,
+    data: DataConfig,
+    examples: Examples,
+    nets: list[PreTrainedModel],
+    tokenizer: Any,
+    seq_len: int,
+    config: EvaluateConfig,
+) -> LoadedDomain:
+    rows, documents = _rows(nets[0], tokenizer, examples, seq_len, config.max_windows)
+    words: tuple[LastWord, ...] = ()
+    needles: tuple[Needle, ...] = ()
+    if config.last_words and task_of(nets[0]) == "causal-lm":
+        limits = [most_tokens(net.config, tokenizer) for net in nets]  # all read the same passages
+        most = min((limit for limit in limits if limit is not None), default=None)
+        passages = probes.passages(probes.lines_of(examples), config.last_words)
+        words = probes.last_words(passages, tokenizer, most)
+    if config.needle and not name:
+        most, known = most_tokens(nets[0].config, tokenizer), vocabulary_of(nets[0])
+        needles = probes.needles(examples, tokenizer, most, config, config.seed, known)
+    return LoadedDomain(name, data, examples, rows, documents, words, needles)
 
 
 def _rows(
     net: PreTrainedModel, tokenizer: Any, examples: Examples, seq_len: int, most: int | None
-) -> tuple[Dataset, NDArray[np.int64] | None]:
+) -> tuple[Dataset, Numbers | None]:
     """Return windows for language models, for the others a row per text or sentence, two per pair.
 
-    With the documents that they begin in, if they are of some.
+    With the documents that windows begin in.
     """
     task, known = task_of(net), vocabulary_of(net)
     if task == "masked-lm":
         refuse_beyond([tokenizer.mask_token_id], tokenizer, known)
     if task in _PACKED:
-        return windows(
-            examples,
-            tokenizer,
-            seq_len,
-            closed=task == "masked-lm",
-            vocabulary=known,
-            most=most,
-        )
+        closed = task == "masked-lm"
+        return windows(examples, tokenizer, seq_len, closed=closed, vocabulary=known, most=most)
     if task == "seq2seq-lm":
         return translation_rows(examples.spread(most), tokenizer, seq_len, known), None
     some = by_sentence(examples).spread(most)

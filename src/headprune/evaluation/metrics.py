@@ -1,74 +1,205 @@
-"""The metrics, one row each: a formula over what every sequence or example gave.
+"""Metrics: one decorated function each, over numbers per sequence or example.
 
-One formula gives a metric's value on all sequences and on every resample of them, so that two
-models, or a model and the record of an earlier run, are compared sequence by sequence.
+The parameters of a function name its columns, of shape (..., sequences); it returns the metric, of
+shape (...): the value itself, or one value per resample. Its docstring is the sentence of the
+reference. Two models are therefore compared sequence by sequence with the same function.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from headprune.evaluation.comparison import Numbers, Statistic
 from headprune.registry import Registry
 
 Floats = NDArray[np.float64]
 Columns = Mapping[str, Floats]
-Rows = NDArray[np.int64]
-"""Indices of sequences, of shape (..., sequences); a formula maps them to shape (...)."""
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """What is known of a metric.
+    """A metric.
 
     Attributes:
         unit: Its unit; "1" for none.
         higher_is_better: Its direction.
-        meaning: What it says, in a sentence for the reference.
-        columns: What it is made of, per sequence or example; see ``Samples``.
-        formula: From columns and rows to the metric; None where it is no function of single ones.
-        compared: How the value of a model is compared with that of its base; None for not at all.
-        leads: Whether reports draw it, where a model has it.
-        beside: Whether sweeps list it beside what leads.
+        meaning: Its sentence in the reference.
+        formula: From columns to the metric; None if it is no function of single examples.
+        columns: Names of the columns, in the order of the formula.
+        compared: Comparison with the base; None for none.
+        leads: Whether tables and curves are drawn of it.
+        beside: Whether tables list it beside a leading metric.
         of_two: Whether it needs the original beside the model.
+        proportion: Whether it is the share of independent trials that succeed: one per example, or
+            where it has two columns, of those that the first marks.
+        settings: Settings of ``evaluate`` that decide this metric alone.
     """
 
     unit: str
     higher_is_better: bool
     meaning: str
+    formula: Callable[..., Any] | None
     columns: tuple[str, ...] = ()
-    formula: Callable[[Columns, Rows], Any] | None = None
     compared: Literal["ratio", "difference"] | None = None
     leads: bool = False
     beside: bool = False
     of_two: bool = False
+    proportion: bool = False
+    settings: tuple[str, ...] = ()
 
 
-def rank_correlation(a: Floats, b: Floats) -> float:
-    """Spearman's correlation: Pearson's of the ranks, where ties get their mean rank.
+METRICS: Registry[MetricSpec] = Registry("metric")  # in the order of reports
+SCORE = MetricSpec(
+    "1",
+    True,  # unless the task says otherwise
+    "Mean score of the examples of a task of lm-eval.",
+    formula=lambda scores: scores.mean(-1),
+    compared="difference",
+)
 
-    Returns:
-        Between -1 and 1; NaN where all values of ``a`` or of ``b`` are the same.
+
+def metric(
+    unit: str = "1",
+    *,
+    lower_is_better: bool = False,
+    compared: Literal["ratio", "difference"] | None = "difference",
+    by_example: bool = True,
+    **settings: Any,
+) -> Callable[[F], F]:
+    """Add a function to the table of metrics, with the ``settings`` of ``MetricSpec``."""
+
+    def add(function: F) -> F:
+        meaning = inspect.cleandoc(function.__doc__ or "").partition("\n")[0]
+        columns = tuple(inspect.signature(function).parameters) if by_example else ()
+        spec = MetricSpec(
+            unit,
+            not lower_is_better,
+            meaning,
+            function if by_example else None,
+            columns,
+            compared,
+            **settings,
+        )
+        METRICS.add(function.__name__, spec)
+        return function
+
+    return add
+
+
+@metric(lower_is_better=True, compared="ratio", leads=True)
+def perplexity(nll_nats: Floats, tokens: Floats) -> Any:
+    """Exp of the mean loss per token."""
+    return np.exp(nll_nats.sum(-1) / tokens.sum(-1))
+
+
+@metric("bits/byte", lower_is_better=True, compared=None)
+def bits_per_byte(nll_nats: Floats, utf8_bytes: Floats) -> Any:
+    """Loss per byte of text, which does not depend on the tokenizer."""
+    return nll_nats.sum(-1) / (np.log(2) * utf8_bytes.sum(-1))
+
+
+@metric("nats/token", lower_is_better=True)
+def nll_nats_per_token(nll_nats: Floats, tokens: Floats) -> Any:
+    """Mean loss per token."""
+    return nll_nats.sum(-1) / tokens.sum(-1)
+
+
+@metric()
+def word_accuracy(words: Floats, word_hits: Floats) -> Any:
+    """Share of the words in the second half of a sequence that are predicted."""
+    return word_hits.sum(-1) / words.sum(-1)
+
+
+@metric()
+def seen_word_accuracy(seen_words: Floats, seen_word_hits: Floats) -> Any:
+    """The same, of words that stand earlier in the sequence."""
+    return seen_word_hits.sum(-1) / seen_words.sum(-1)
+
+
+@metric("nats/token", lower_is_better=True, beside=True)
+def copying_nll(copied_nll_nats: Floats, copied_tokens: Floats) -> Any:
+    """Mean loss on the second of two equal runs of random tokens."""
+    return copied_nll_nats.sum(-1) / copied_tokens.sum(-1)
+
+
+@metric("nats/token", lower_is_better=True)
+def repeated_passage_nll(repeated_nll_nats: Floats, repeated_tokens: Floats) -> Any:
+    """Mean loss on the second of two equal passages of the text."""
+    return repeated_nll_nats.sum(-1) / repeated_tokens.sum(-1)
+
+
+@metric(beside=True, proportion=True)
+def last_word_accuracy(last_word_hits: Floats) -> Any:
+    """Share of the passages whose last word is predicted."""
+    return last_word_hits.mean(-1)
+
+
+@metric(proportion=True)
+def seen_last_word_accuracy(seen_last_words: Floats, seen_last_word_hits: Floats) -> Any:
+    """The same, of last words that stand earlier in the passage."""
+    return seen_last_word_hits.sum(-1) / seen_last_words.sum(-1)
+
+
+@metric(beside=True, proportion=True, settings=("needle_lengths", "needle_trials"))
+def needle_accuracy(needle_hits: Floats) -> Any:
+    """Share of the numbers hidden in the text that are retrieved."""
+    return needle_hits.mean(-1)
+
+
+@metric(leads=True, proportion=True)
+def accuracy(hits: Floats) -> Any:
+    """Share of examples whose label, or all of whose labels, are predicted."""
+    return hits.mean(-1)
+
+
+@metric(beside=True)
+def micro_f1(label_hits: Floats, labels: Floats) -> Any:
+    """F1 over all labels of all examples, where an example may have several.
+
+    ``labels`` counts predicted and true labels; F1 is 1 where there are none.
     """
-    x, y = (ranks - ranks.mean() for ranks in (rankdata(a), rankdata(b)))
-    norm = float(np.sqrt((x @ x) * (y @ y)))
-    return float(x @ y) / norm if norm else float("nan")
+    hits, either = label_hits.sum(-1), labels.sum(-1)
+    return np.where(either > 0, 2 * hits / np.maximum(either, 1), 1.0)
 
 
+@metric(leads=True)
+def spearman(similarities: Floats, scores: Floats) -> Any:
+    """Rank correlation of scores with similarities of sentence pairs, or with predictions."""
+    return np.vectorize(rank_correlation, signature="(n),(n)->()")(similarities, scores)
+
+
+@metric()
+def pearson(similarities: Floats, scores: Floats) -> Any:
+    """Correlation of the same."""
+    x, y = (each - each.mean(-1, keepdims=True) for each in (similarities, scores))
+    with np.errstate(invalid="ignore"):  # a resample may hold one value alone
+        return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
+
+
+@metric(compared=None, of_two=True)
+def mean_cosine(cosines: Floats) -> Any:
+    """Mean cosine of the embeddings of a text by the model and by its original."""
+    return cosines.mean(-1)
+
+
+@metric(compared=None, of_two=True, leads=True, by_example=False)
 def similarity_correlation(a: Floats, b: Floats) -> float:
-    """Pearson's correlation of all pairwise similarities within each of two sets of embeddings.
+    """Correlation of all pairwise similarities of texts, by the model and by its original.
 
     Args:
         a: Normalised embeddings of texts by one model, shape (texts, hidden).
-        b: Those of the same texts by the other.
+        b: Embeddings of the same texts by the other.
 
     Returns:
-        Between -1 and 1; NaN where all similarities within a set are the same.
+        Pearson's correlation; NaN where all similarities within a set are the same.
     """
     variances = _covariance(a, a), _covariance(b, b)
     if min(variances) <= _ROUNDING:
@@ -76,14 +207,14 @@ def similarity_correlation(a: Floats, b: Floats) -> float:
     return _covariance(a, b) / float(np.sqrt(variances[0] * variances[1]))
 
 
+METRICS.freeze()
 _ROUNDING = 1e-12  # variance that rounding in float32 leaves where all similarities are the same
 
 
 def _covariance(a: Floats, b: Floats) -> float:
     """Covariance of a_i.a_j with b_i.b_j over all pairs i < j.
 
-    The sum of their products over all i and j is |A^T B|^2, so that no matrix of texts x texts is
-    ever made.
+    The sum of the products over all i and j is |A^T B|^2: no texts x texts matrix is needed.
     """
     n = len(a)
     if n < 2:
@@ -95,41 +226,20 @@ def _covariance(a: Floats, b: Floats) -> float:
     return float(products / pairs - sums[0] * sums[1] / pairs**2)
 
 
-def _nll(columns: Columns, i: Rows) -> Any:
-    return columns["nll_nats"][i].sum(-1) / columns["tokens"][i].sum(-1)
-
-
-def _bits_per_byte(columns: Columns, i: Rows) -> Any:
-    return columns["nll_nats"][i].sum(-1) / (np.log(2) * columns["utf8_bytes"][i].sum(-1))
-
-
-def _spearman(columns: Columns, i: Rows) -> Any:
-    def of_one(row: Rows) -> float:
-        return rank_correlation(columns["similarities"][row], columns["scores"][row])
-
-    return np.apply_along_axis(of_one, -1, i)
-
-
-def _pearson(columns: Columns, i: Rows) -> Any:
-    x, y = (columns[name][i] for name in ("similarities", "scores"))
-    x, y = (each - each.mean(-1, keepdims=True) for each in (x, y))
-    with np.errstate(invalid="ignore"):  # a resample may hold one value alone
-        return (x * y).sum(-1) / np.sqrt((x * x).sum(-1) * (y * y).sum(-1))
-
-
-def _micro_f1(columns: Columns, i: Rows) -> Any:
-    """Twice the labels said and true over those said and those true; 1 where there is none."""
-    hits, either = (columns[name][i].sum(-1) for name in ("label_hits", "labels"))
-    return np.where(either > 0, 2 * hits / np.maximum(either, 1), 1.0)
+def rank_correlation(a: Floats, b: Floats) -> float:
+    """Spearman's correlation, ties with their mean rank; NaN where all values are the same."""
+    x, y = (ranks - ranks.mean() for ranks in (rankdata(a), rankdata(b)))
+    norm = float(np.sqrt((x @ x) * (y @ y)))
+    return float(x @ y) / norm if norm else float("nan")
 
 
 def within(name: str, domain: str) -> str:
-    """The name of a metric, or of a column, on a domain; on the main one, "", it is plain."""
+    """Return the name of a metric, or of a column, on a domain; plain on the main one, ""."""
     return f"{name}[{domain}]" if domain else name
 
 
 def parted(name: str) -> tuple[str, str]:
-    """A metric, or a column, and its domain: ``perplexity[brown]`` is ("perplexity", "brown")."""
+    """Return a metric, or a column, and its domain: ``perplexity[brown]`` has "brown"."""
     metric, _, domain = name.partition("[")
     return metric, domain.removesuffix("]")
 
@@ -140,12 +250,12 @@ def is_score(name: str) -> bool:
 
 
 def spec_of(name: str) -> MetricSpec:
-    """What is known of a metric on any domain, or of a score."""
+    """Return the row of a metric on any domain, or of a score."""
     return SCORE if is_score(name) else METRICS[parted(name)[0]]
 
 
 def label(name: str) -> str:
-    """A metric as tables show it: ``perplexity [brown]``, ``lambada_openai: acc norm``."""
+    """Return a metric as tables show it: ``perplexity [brown]``, ``lambada_openai: acc norm``."""
     task, colon, score = name.partition(":")
     if is_score(name):
         return f"{task}{colon} {score.replace('_', ' ')}"
@@ -153,189 +263,64 @@ def label(name: str) -> str:
     return f"{metric.replace('_', ' ')} [{domain}]" if domain else metric.replace("_", " ")
 
 
-# in the order in which reports list them
-METRICS: Registry[MetricSpec] = Registry("metric")
-METRICS.add(
-    "perplexity",
-    MetricSpec(
-        "1",
-        False,
-        "exp of the mean loss per token",
-        ("nll_nats", "tokens"),
-        lambda c, i: np.exp(_nll(c, i)),
-        compared="ratio",
-        leads=True,
-    ),
-)
-METRICS.add(
-    "bits_per_byte",
-    MetricSpec(
-        "bits/byte",
-        False,
-        "loss per byte of text, which does not depend on the tokenizer",
-        ("nll_nats", "utf8_bytes"),
-        _bits_per_byte,
-    ),
-)
-METRICS.add(
-    "nll_nats_per_token",
-    MetricSpec(
-        "nats/token",
-        False,
-        "mean loss per token",
-        ("nll_nats", "tokens"),
-        _nll,
-        compared="difference",
-    ),
-)
-METRICS.add(
-    "word_accuracy",
-    MetricSpec(
-        "1",
-        True,
-        "share of the words in the second half of a sequence that are predicted",
-        ("words", "word_hits"),
-        lambda c, i: c["word_hits"][i].sum(-1) / c["words"][i].sum(-1),
-        compared="difference",
-    ),
-)
-METRICS.add(
-    "seen_word_accuracy",
-    MetricSpec(
-        "1",
-        True,
-        "the same, of words that stand earlier in the sequence",
-        ("seen_words", "seen_word_hits"),
-        lambda c, i: c["seen_word_hits"][i].sum(-1) / c["seen_words"][i].sum(-1),
-        compared="difference",
-    ),
-)
-METRICS.add(
-    "copying_nll",
-    MetricSpec(
-        "nats/token",
-        False,
-        "mean loss on the second of two equal runs of random tokens",
-        ("copied_nll_nats", "copied_tokens"),
-        lambda c, i: c["copied_nll_nats"][i].sum(-1) / c["copied_tokens"][i].sum(-1),
-        compared="difference",
-        beside=True,
-    ),
-)
-METRICS.add(
-    "repeated_passage_nll",
-    MetricSpec(
-        "nats/token",
-        False,
-        "mean loss on the second of two equal passages of the text",
-        ("repeated_nll_nats", "repeated_tokens"),
-        lambda c, i: c["repeated_nll_nats"][i].sum(-1) / c["repeated_tokens"][i].sum(-1),
-        compared="difference",
-    ),
-)
-METRICS.add(
-    "last_word_accuracy",
-    MetricSpec(
-        "1",
-        True,
-        "share of the passages whose last word is predicted",
-        ("last_word_hits",),
-        lambda c, i: c["last_word_hits"][i].mean(-1),
-        compared="difference",
-        beside=True,
-    ),
-)
-METRICS.add(
-    "seen_last_word_accuracy",
-    MetricSpec(
-        "1",
-        True,
-        "the same, of last words that stand earlier in the passage",
-        ("seen_last_words", "seen_last_word_hits"),
-        lambda c, i: c["seen_last_word_hits"][i].sum(-1) / c["seen_last_words"][i].sum(-1),
-        compared="difference",
-    ),
-)
-METRICS.add(
-    "needle_accuracy",
-    MetricSpec(
-        "1",
-        True,
-        "share of the numbers hidden in the text that are found",
-        ("needle_hits",),
-        lambda c, i: c["needle_hits"][i].mean(-1),
-        compared="difference",
-        beside=True,
-    ),
-)
-METRICS.add(
-    "accuracy",
-    MetricSpec(
-        "1",
-        True,
-        "share of examples whose label, or all of whose labels, are predicted",
-        ("hits",),
-        lambda c, i: c["hits"][i].mean(-1),
-        compared="difference",
-        leads=True,
-    ),
-)
-METRICS.add(
-    "micro_f1",
-    MetricSpec(
-        "1",
-        True,
-        "F1 over all labels of all examples, where an example may have several",
-        ("label_hits", "labels"),
-        _micro_f1,
-        compared="difference",
-        beside=True,
-    ),
-)
-METRICS.add(
-    "spearman",
-    MetricSpec(
-        "1",
-        True,
-        "rank correlation of scores with similarities of sentence pairs, or with predictions",
-        ("similarities", "scores"),
-        _spearman,
-        compared="difference",
-        leads=True,
-    ),
-)
-METRICS.add(
-    "pearson",
-    MetricSpec(
-        "1",
-        True,
-        "correlation of the same",
-        ("similarities", "scores"),
-        _pearson,
-        compared="difference",
-    ),
-)
-METRICS.add(
-    "mean_cosine",
-    MetricSpec(
-        "1",
-        True,
-        "mean cosine of the embeddings of a text by the model and by its original",
-        ("cosines",),
-        lambda c, i: c["cosines"][i].mean(-1),
-        of_two=True,
-    ),
-)
-METRICS.add(
-    "similarity_correlation",
-    MetricSpec(
-        "1",
-        True,
-        "correlation of all pairwise similarities of texts, by the model and by its original",
-        leads=True,
-        of_two=True,
-    ),
-)
+@dataclass(frozen=True)
+class Samples:
+    """Numbers per sequence or example, and the metrics that are functions of them.
 
-# of lm-eval, whose tasks say in which direction they are better; higher is what most of them do
-SCORE = MetricSpec("1", True, "mean score of the examples of a task", compared="difference")
+    Attributes:
+        columns: By name, of shape (sequences,). A column of a further domain has its name in
+            brackets (``nll_nats[brown]``), as its metrics do. A column of a task of lm-eval is a
+            score itself (``lambada_openai:acc``).
+        documents: By column, the number of the document that each window of a text begins in;
+            columns of independent rows are absent.
+    """
+
+    columns: Columns
+    documents: Mapping[str, Numbers] = field(default_factory=dict)
+
+    def metrics(self) -> tuple[str, ...]:
+        """Return the metrics that the columns give."""
+        domains = dict.fromkeys(parted(name)[1] for name in self.columns)
+        names = (
+            within(name, domain)
+            for domain in domains
+            for name, spec in METRICS.items()
+            if spec.formula is not None
+        )
+        complete = [name for name in names if set(columns_of(name)) <= set(self.columns)]
+        return (*complete, *filter(is_score, self.columns))
+
+    def count(self, metric: str) -> int:
+        """Return the number of sequences or examples behind a metric."""
+        return len(self.columns[columns_of(metric)[0]])
+
+    def documents_of(self, metric: str) -> Numbers | None:
+        """Return the documents of the windows behind a metric; None for independent rows."""
+        names = columns_of(metric)
+        return next((self.documents[name] for name in names if name in self.documents), None)
+
+    def statistic(self, metric: str) -> Statistic:
+        """Return a metric as a function of the indices of the sequences that count."""
+        formula, columns = spec_of(metric).formula, [self.columns[n] for n in columns_of(metric)]
+        assert formula is not None  # see ``metrics``
+        return lambda i: formula(*(column[i] for column in columns))
+
+    def value(self, metric: str) -> float:
+        """Return a metric of all sequences; NaN or infinite where there is nothing to divide by."""
+        with np.errstate(all="ignore"):
+            return float(self.statistic(metric)(np.arange(self.count(metric))))
+
+    def trials(self, metric: str) -> int | None:
+        """Return the trials behind a proportion of successes; None for any other metric."""
+        if not spec_of(metric).proportion:
+            return None
+        first, *others = columns_of(metric)
+        return int(self.columns[first].sum()) if others else self.count(metric)
+
+
+def columns_of(name: str) -> list[str]:
+    """Return the columns that a metric is a function of."""
+    if is_score(name):
+        return [name]
+    metric, domain = parted(name)
+    return [within(column, domain) for column in METRICS[metric].columns]

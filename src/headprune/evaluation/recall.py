@@ -1,16 +1,14 @@
-"""What a causal language model recalls from earlier in its context.
+"""Recall of a causal language model from earlier in its context.
 
 Perplexity is a mean over tokens, most of which the few tokens before them decide. Two measures look
-at what comes from further back:
+further back:
 
 - Words: of the words in the second half of every sequence, the share whose tokens are all the
-  likeliest ones, each given all before it; words that stand earlier in the sequence are counted
-  once more by themselves. They come with the perplexity, from the same pass.
-- Copying: the loss on the second of two equal runs of random tokens, which nothing but the first
-  run tells (Olsson et al. 2022, arXiv 2209.11895, section on repeated random tokens); and that on
-  the second of two equal passages of text, which the words around tell as well.
-
-``last_words`` has a third.
+  likeliest ones, each given all before it; words that stand earlier in the sequence also count
+  apart. They come from the pass of the perplexity.
+- Copying: the loss on the second of two equal runs of random tokens, which only the first run
+  tells (Olsson et al. 2022, arXiv 2209.11895, repeated random tokens); and on the second of two
+  equal passages of text.
 """
 
 from __future__ import annotations
@@ -40,17 +38,17 @@ _WITHIN = ("-", "'", "’", "_")  # what stands within a word
 
 
 class WordMarks:
-    """Which tokens begin a word, which are made of letters alone, and which go on with a word.
+    """Which tokens begin a word, which are letters alone, and which continue a word.
 
     Args:
-        tokenizer: Its tokens mark where words begin; else no word is known.
+        tokenizer: Its tokens must mark where words begin; else no word is known.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         special = set(tokenizer.all_special_ids)
         tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
         kept = ["" if i in special or t is None else str(t) for i, t in enumerate(tokens)]
-        # in bytes that stand for letters, a line break is one as well: what is decoded tells
+        # byte-level tokens write a line break as a letter: decode before looking
         texts = [tokenizer.convert_tokens_to_string([t]).strip(" ") if t else "" for t in kept]
         self.begins = np.array([token.startswith(_SPACE) for token in kept])
         self.letters = np.array([text.isalpha() for text in texts])
@@ -60,40 +58,36 @@ class WordMarks:
 
     @cached_property
     def any(self) -> bool:
-        """Whether words can be told at all."""
+        """Whether the tokens mark words at all."""
         return bool((self.begins & self.letters).any())
 
     def words(self, ids: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Where the words of a sequence begin and end.
+        """Return where the words of a sequence begin and end.
 
-        What its end cuts off is none, nor what goes on with a hyphen, an apostrophe, digits or a
-        letter of which a token has some bytes only.
+        A word that the end of the sequence cuts off does not count, nor one that continues with a
+        hyphen, an apostrophe, digits or part of the bytes of a letter.
         """
         begins, letters, goes_on = self.begins[ids], self.letters[ids], self.goes_on[ids]
-        found, start = [], -1
+        words, start = [], -1
         for place in range(len(ids)):
             if start >= 0 and not (letters[place] and goes_on[place]):
                 if not goes_on[place]:
-                    found.append((start, place))
+                    words.append((start, place))
                 start = -1
             if begins[place] and letters[place]:
                 start = place
-        return found
+        return words
 
 
 class RecalledWords:
-    """Counts words that are predicted, sequence by sequence.
-
-    Args:
-        marks: How words are told.
-    """
+    """Counts of predicted words, sequence by sequence."""
 
     def __init__(self, marks: WordMarks) -> None:
         self._marks = marks
         self._counts: list[tuple[int, int, int, int]] = []
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds sequences.
+        """Add sequences.
 
         Args:
             logits: Shape (sequences, tokens, vocabulary).
@@ -117,27 +111,28 @@ class RecalledWords:
         return words, hits, seen, seen_hits
 
     def columns(self) -> dict[str, Floats]:
-        """Per sequence, what the metrics of words are made of; nothing where there are no words."""
-        words, hits, seen, seen_hits = np.array(self._counts, dtype=np.float64).reshape(-1, 4).T
-        found = dict(zip(WORDS, (words, hits, seen, seen_hits), strict=True))
-        return dict(list(found.items())[: 4 if seen.any() else 2 if words.any() else 0])
+        """Return, per sequence, the columns of words; those without a word are left out."""
+        counts = np.array(self._counts, dtype=np.float64).reshape(-1, 4).T
+        columns = dict(zip(WORDS, counts, strict=True))
+        some = 4 if columns["seen_words"].any() else 2 if columns["words"].any() else 0
+        return dict(list(columns.items())[:some])
 
 
 def copying_losses(
     model: PreTrainedModel, tokenizer: Any, count: int, length: int, batch_size: int, seed: int
 ) -> dict[str, Floats]:
-    """Losses on the second of two equal runs of random tokens.
+    """Return losses on the second of two equal runs of random tokens.
 
     Args:
         model: A causal language model.
-        tokenizer: Its tokens, without special ones, are drawn from.
+        tokenizer: Tokens are drawn from its ordinary ones.
         count: Sequences.
-        length: Tokens of a sequence: both runs, and those that the tokenizer puts before a text.
+        length: Tokens of a sequence: both runs, and special tokens before a text.
         batch_size: Sequences per forward pass.
-        seed: Seed of the tokens; the same for every model that is compared.
+        seed: Seed of the tokens; the same for models that are compared.
 
     Returns:
-        Per sequence, the summed loss in nats and the number of tokens, which metrics are made of.
+        Per sequence, the summed loss in nats and the number of tokens.
     """
     size = model.config.get_text_config().vocab_size
     usual = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
@@ -150,17 +145,9 @@ def copying_losses(
 def repeated_losses(
     model: PreTrainedModel, tokenizer: Any, sequences: Dataset, count: int, batch_size: int
 ) -> dict[str, Floats]:
-    """Losses on the second of two equal passages: the first half of a sequence, twice.
+    """Return losses on the second of two equal passages: the first half of a sequence, twice.
 
-    Args:
-        model: A causal language model.
-        tokenizer: Its tokenizer.
-        sequences: Rows of equally long ``input_ids``.
-        count: How many of them, evenly, are read.
-        batch_size: Sequences per forward pass.
-
-    Returns:
-        As ``copying_losses``.
+    Takes ``repeated_rows`` of the sequences, of one length; returns as ``copying_losses``.
     """
     before = around(tokenizer).before
     some = sequences.select(repeated_rows(len(sequences), count))
@@ -170,7 +157,7 @@ def repeated_losses(
 
 
 def repeated_rows(total: int, count: int) -> list[int]:
-    """Which of all sequences ``repeated_losses`` reads."""
+    """Return the sequences that ``repeated_losses`` reads."""
     return evenly(total, min(total, count))
 
 
@@ -178,13 +165,12 @@ def repeated_rows(total: int, count: int) -> list[int]:
 def _second_time(
     model: PreTrainedModel, before: list[int], run: NDArray[np.int64], batch_size: int
 ) -> tuple[Floats, Floats]:
-    """Reads ``before`` and every run twice: the summed loss of the second time, and its tokens."""
     begins = np.tile(np.array(before, run.dtype), (len(run), 1))
     both, second = torch.from_numpy(np.concatenate([begins, run, run], axis=1)), run.shape[1]
     losses = []
     for part in both.split(batch_size):
         logits = model(input_ids=part.to(input_device(model)), use_cache=False).logits
-        told = logits[:, -second - 1 : -1].float().cpu()
-        loss = F.cross_entropy(told.mT, part[:, -second:], reduction="none")
+        predicted = logits[:, -second - 1 : -1].float().cpu()
+        loss = F.cross_entropy(predicted.mT, part[:, -second:], reduction="none")
         losses.append(loss.double().sum(1))
     return torch.cat(losses).numpy(), np.full(len(run), float(second))

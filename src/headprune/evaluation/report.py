@@ -1,4 +1,4 @@
-"""The report: a documented, versioned record of what was measured, and how."""
+"""The report of ``evaluate``: metrics, sizes and speed, and how they were measured."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from headprune.model.speed import Speed
 from headprune.schemas.values import Digest
 
 
-class _ReportPart(BaseModel):
+class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Metric(_ReportPart):
+class Metric(_Part):
     """One measured number, never rounded.
 
     Attributes:
-        name: "perplexity", "bits_per_byte", "accuracy", ...; "perplexity[brown]" on the further
-            domain brown, "lambada_openai:acc" of a task of lm-eval.
+        name: "perplexity", or "perplexity[brown]" on the further domain brown, or
+            "lambada_openai:acc" of a task of lm-eval.
         value: The number.
         unit: Its unit.
         higher_is_better: Its direction.
         n: Windows or examples behind it.
-        stderr: The standard error that lm-eval gives it; None for all others.
+        stderr: The standard error of lm-eval; None for all others.
     """
 
     name: str
@@ -43,13 +43,30 @@ class Metric(_ReportPart):
     n: Amount
     stderr: float | None = None
 
+    @classmethod
+    def of(cls, name: str, value: float, n: int) -> Metric:
+        """Return a metric with its unit and direction.
 
-class Provenance(_ReportPart):
+        Raises:
+            DataError: If the value is not finite: JSON has no such number.
+        """
+        if not math.isfinite(value):
+            raise DataError(
+                f"The {label(name)} is {value} on {n} examples: there are too few of them, "
+                "its outputs are all the same, or it is damaged. Give more examples, or verify it."
+            )
+        spec = spec_of(name)
+        return cls(
+            name=name, value=value, unit=spec.unit, higher_is_better=spec.higher_is_better, n=n
+        )
+
+
+class Provenance(_Part):
     """What it takes to measure the same again.
 
     Attributes:
         created: UTC time.
-        versions: Of headprune, Python, torch, transformers, evaluate and datasets.
+        versions: Of headprune, Python, torch, transformers, datasets, and lm-eval if it ran.
         platform: Operating system and processor.
         data: Source of the examples, and their split and columns.
         data_sha256: Digest of the texts and labels, in order.
@@ -66,8 +83,8 @@ class Provenance(_ReportPart):
     settings: dict[str, Any]
 
 
-class Identified(_ReportPart):
-    """What was measured, with an id.
+class Identified(_Part):
+    """A report with an id.
 
     Attributes:
         schema_version: Version of this schema.
@@ -79,8 +96,8 @@ class Identified(_ReportPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _worked_out_anew(cls, content: Any) -> Any:
-        """Leaves out the id in a file: what was edited since has another."""
+    def _without_id(cls, content: Any) -> Any:
+        """Leave out the id in a file: an edited one has another."""
         if not isinstance(content, dict):
             return content
         return {name: value for name, value in content.items() if name != "id"}
@@ -88,27 +105,22 @@ class Identified(_ReportPart):
     @computed_field  # type: ignore[prop-decorator]  # as pydantic documents it
     @property
     def id(self) -> str:
-        """SHA-256 of all that it says, but for times."""
-        said = self.model_dump(
+        """SHA-256 of the content without times."""
+        content = self.model_dump(
             mode="json",
-            exclude={
-                "id": True,
-                "provenance": {"created"},
-                "evaluate_s": True,
-                "judge_s": True,
-            },
+            exclude={"id": True, "provenance": {"created"}, "evaluate_s": True, "judge_s": True},
             exclude_none=True,
         )
-        return digest_of(said)
+        return digest_of(content)
 
 
-class Retrieval(_ReportPart):
-    """How many needles were found in contexts of one length, at one depth.
+class Retrieval(_Part):
+    """Needles retrieved from contexts of one length, at one depth.
 
     Attributes:
         tokens: Length of the contexts.
         depth: Share of the text before the needle.
-        accuracy: Share of the needles that were found.
+        accuracy: Share of the needles that were retrieved.
         n: Needles.
     """
 
@@ -118,14 +130,14 @@ class Retrieval(_ReportPart):
     n: Amount
 
 
-class ModelReport(_ReportPart):
-    """One model's numbers.
+class ModelReport(_Part):
+    """The numbers of one model.
 
     Attributes:
         id: Id of the model; None where its files are not at hand.
         name: Folder or hub id.
         architecture: Its class.
-        task: What was evaluated: causal-lm, masked-lm, classification or features.
+        task: causal-lm, masked-lm, seq2seq-lm, classification, multi-label, regression or features.
         dtype: Element type it ran in.
         metrics: Quality.
         cost: Size.
@@ -147,8 +159,8 @@ class ModelReport(_ReportPart):
     needle: tuple[Retrieval, ...] | None = None
 
 
-class Difference(_ReportPart):
-    """How the model differs from the base on the same windows.
+class Difference(_Part):
+    """Difference of the model from the base on the same windows.
 
     Attributes:
         name: The metric.
@@ -179,11 +191,11 @@ class Difference(_ReportPart):
 
 
 class Report(Identified):
-    """What ``headprune evaluate`` measured.
+    """The result of ``headprune evaluate``.
 
     Attributes:
         schema_version: Version of this schema.
-        id: SHA-256 of all that it says, but for times.
+        id: SHA-256 of the content without times.
         provenance: How it was measured.
         model: The model.
         against: The base model, with ``--against``.
@@ -195,7 +207,7 @@ class Report(Identified):
     differences: tuple[Difference, ...] = ()
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Per metric, as text: name, value of the base, value, and how they compare."""
+        """Return, per metric, as text: name, value of the base, value, comparison."""
         base = {one.name: one.value for one in self.against.metrics} if self.against else {}
         compared = {one.name: one.in_words() for one in self.differences}
         return [
@@ -209,7 +221,7 @@ class Report(Identified):
         ]
 
     def needle(self) -> tuple[list[str], list[list[str]]]:
-        """Retrieval by context length and depth, beside the base's: columns, and rows as text."""
+        """Return retrieval by length and depth, beside the base's: columns, and rows as text."""
         cells = self.model.needle or ()
         base = (self.against.needle if self.against else None) or ()
         theirs = {(one.tokens, one.depth): f" ({one.accuracy:.2f})" for one in base}
@@ -221,22 +233,5 @@ class Report(Identified):
         return ["context", *depths], [[f"{n:,} tokens", *row] for n, row in rows.items()]
 
     def write(self, path: Path) -> None:
-        """Writes the report as JSON, whole or not at all."""
+        """Write the report as JSON, whole or not at all."""
         write_whole(path, self.model_dump_json(indent=2) + "\n")
-
-
-def metric(name: str, value: float, n: int) -> Metric:
-    """A metric with its unit and direction.
-
-    Raises:
-        DataError: If the value is not finite: JSON has no such number.
-    """
-    if not math.isfinite(value):
-        raise DataError(
-            f"The {label(name)} is {value} on {n} examples: there are too few of them, "
-            "its outputs are all the same, or it is damaged. Give more examples, or verify it."
-        )
-    spec = spec_of(name)
-    return Metric(
-        name=name, value=value, unit=spec.unit, higher_is_better=spec.higher_is_better, n=n
-    )

@@ -196,7 +196,7 @@ def magnitude(statistics: Statistics, units: Units) -> Tensor:
     return per_unit(statistics.output_weight.double().square().sum((1, 2)), units).sqrt()
 
 
-@criterion("random", source="a control: a draw with --seed", sees="nothing")
+@criterion("random", source="a control: a draw with the seed", sees="nothing")
 def random(statistics: Statistics, units: Units) -> Tensor:
     """A control: no information at all."""
     # by path, so that a module's scores do not depend on which others are scored

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from headprune.model.batch import Batch
 from headprune.model.embedding import Head, embedding
-from headprune.model.forward import run_model
 from headprune.model.loading import task_of
 from headprune.model.losses import divergence
+from headprune.model.passes import run_model
 
 _DISTANCES = {
     "features": "1 - cosine to the embeddings of the original",

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from headprune.errors import DataError
 from headprune.model.batch import Batch, token_mask
 from headprune.model.embedding import embedding
-from headprune.model.forward import run_model
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import UNMEASURED, Task, task_of
+from headprune.model.passes import run_model
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.dtypes import in_float32
 

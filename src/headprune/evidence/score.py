@@ -20,10 +20,9 @@ from headprune.evidence.losses import losses_without
 from headprune.evidence.statistics import Need, Statistics, collect, first_not_finite
 from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
-from headprune.model.fitting import fitted_gates
 from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.open import Model, open_model
-from headprune.model.units import default_unit, leaves_ragged
+from headprune.model.units import default_unit, fitted_gates, leaves_ragged
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.manifest import utc_now, versions
@@ -210,15 +209,15 @@ def scores_of(
             scores = CRITERIA[name].score(part, units) if units and not idle else None
         except ValueError as error:
             raise DataError(
-                f"The input of the output projection {where} cannot be used: {error}. Try --dtype "
-                "float32."
+                f"The input of the output projection {where} cannot be used: {error}. Try "
+                "--config dtype=float32."
             ) from None
         scores = torch.zeros(len(units)) if scores is None else scores
         wrong = first_not_finite(scores)
         if wrong is not None:
             raise DataError(
                 f"The {name} score of unit {wrong[0]} {where} is not finite: the model overflows "
-                "in this dtype or its weights are damaged. Try --dtype float32."
+                "in this dtype or its weights are damaged. Try --config dtype=float32."
             )
         parts.append(scores.double())
     return torch.cat(parts)
@@ -252,7 +251,7 @@ def _trained_gates(
     if not {a.path for a in known} <= {a.path for a in attentions}:
         raise PlanError(
             f"The gates in '{folder}' are of {len(trained.metadata.modules)} attention modules; "
-            "leave out --attention."
+            "leave out attention."
         )
     # units that training kept come first
     scores = trained.log_alpha.double() + 1e6 * trained.kept

@@ -21,12 +21,11 @@ from transformers import PreTrainedModel
 from headprune.errors import DataError, PlanError
 from headprune.evidence.losses import example_losses
 from headprune.model.batch import Batch, real_tokens, token_mask
-from headprune.model.forward import eager_attention, run_model
 from headprune.model.gating import apply_gate
 from headprune.model.heads import read_output
 from headprune.model.loading import task_of
+from headprune.model.passes import RunsTwice, eager_attention, run_model
 from headprune.model.residency import recomputing
-from headprune.model.streams import RunsTwice
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.dtypes import in_float32
 from headprune.tensors.least_squares import outer_sum
@@ -339,7 +338,7 @@ def _refuse_not_finite(values: Tensor, what: str, attention: Attention, number: 
     if first_not_finite(values) is not None:
         raise DataError(
             f"{what} in '{attention.path}' in batch {number} (counted from 0) is not finite: the "
-            "model overflows in this dtype or its weights are damaged. Try --dtype float32."
+            "model overflows in this dtype or its weights are damaged. Try --config dtype=float32."
         )
 
 

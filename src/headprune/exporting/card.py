@@ -38,7 +38,7 @@ def card(folder: Path, title: str, plan: Plan, manifest: Manifest, sections: str
         manifest: Its record.
         sections: Quality and roles, as ``quality_section`` and ``roles_section`` give them.
     """
-    served = [Code(line, title=name) for name, line in serving(manifest, folder, Path(title))]
+    served = [Code(line, title=name) for name, line in serving(manifest, Path(title))]
     before: list[Block] = [Text(records.what(manifest)), records.sizes(manifest.steps)]
     if manifest.choice is not None:
         before.append(Section("Chosen", records.chosen(manifest.choice)))

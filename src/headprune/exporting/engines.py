@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from headprune.config import Target
-from headprune.errors import HeadpruneError
-from headprune.exporting.source import open_source
 from headprune.io.shell import command
+from headprune.model.loading import task_of
 from headprune.planning.targets import EMPTY, EVEN, RAGGED, TARGETS, shapes_of
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Shape
 from headprune.schemas.records import Heads
 
+_NAMES = {Target.LLAMA_CPP: "llama.cpp", Target.VLLM: "vLLM"}
 
-def shapes_in(manifest: Manifest) -> frozenset[str]:
+
+def shapes_in(layout: Mapping[str, Heads], shape: Shape) -> frozenset[str]:
     """Return the shapes that an engine must hold for a result."""
-    groups = [_groups(heads) for heads in manifest.layout.values()]
-    return shapes_of(groups, manifest.shape is Shape.NATIVE)
+    return shapes_of([_groups(heads) for heads in layout.values()], shape is Shape.NATIVE)
 
 
 def _groups(heads: Heads) -> tuple[int, ...]:
@@ -29,27 +31,26 @@ def _groups(heads: Heads) -> tuple[int, ...]:
     return (len(heads.query_heads) // count,) * count if count else ()
 
 
-def serving(manifest: Manifest, folder: Path, called: Path) -> Iterator[tuple[str, str]]:
-    """Yield the engines that serve a result which generates text, each with its command.
+def engines_of(net: PreTrainedModel, shapes: frozenset[str]) -> tuple[str, ...]:
+    """Return the engines of generated text that hold a result."""
+    if task_of(net) != "causal-lm":
+        return ()
+    return tuple(name for one, name in _NAMES.items() if shapes <= TARGETS[one].holds(net))
+
+
+def serving(manifest: Manifest, called: Path) -> Iterator[tuple[str, str]]:
+    """Yield the engines that serve a result, each with its command.
 
     Args:
         manifest: The record of the result.
-        folder: The folder of the result.
         called: The folder as the command names it.
     """
-    if manifest.auto_class != "AutoModelForCausalLM":
-        return
-    try:
-        net = open_source(folder).net
-    except HeadpruneError:  # it needs code of its own, which no engine here was tried with
-        return
-    shapes = shapes_in(manifest)
-    if shapes <= TARGETS[Target.LLAMA_CPP].holds(net):
+    if "llama.cpp" in manifest.engines:
         out = called.with_name(f"{called.name}-gguf")
         export = command("export", called, out, to="gguf")
         yield "llama.cpp", f"{export} && llama-server -m {shlex.quote(str(out / 'model.gguf'))}"
-    if shapes <= TARGETS[Target.VLLM].holds(net):
-        yield "vLLM", _vllm(called, shapes)
+    if "vLLM" in manifest.engines:
+        yield "vLLM", _vllm(called, shapes_in(manifest.layout, manifest.shape))
 
 
 def _vllm(folder: Path, shapes: frozenset[str]) -> str:

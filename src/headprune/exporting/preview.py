@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from headprune.config import Dtype, LayoutOption, Target
 from headprune.context import Allowed
 from headprune.errors import PlanError
-from headprune.model.fitting import fitted_gates, fitted_scores
 from headprune.model.open import open_model
-from headprune.model.units import unit_sizes
+from headprune.model.units import fitted_gates, fitted_scores, unit_sizes
 from headprune.planning.from_evidence import CutRequest, cuts_by, refuse_request
 from headprune.planning.roles import roles_lost
 from headprune.runtime.modeling_headprune import Attention

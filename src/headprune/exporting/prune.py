@@ -13,7 +13,7 @@ from headprune.evidence.score import reckons_with_refit
 from headprune.exporting.refitting import JudgedRefit, judged_refit
 from headprune.exporting.write import Changes, Proposal, Pruned, refuse_unprovable, write
 from headprune.io.outputs import claims_output
-from headprune.model.legacy import has_pruned_heads
+from headprune.model.loading import has_pruned_heads
 from headprune.model.open import Model, open_model
 from headprune.planning.from_evidence import CutRequest, cuts_by, refuse_request
 from headprune.planning.from_scores import plan_from_scores

@@ -19,12 +19,12 @@ from headprune.config import ProofOption, Writing
 from headprune.context import Context
 from headprune.errors import CheckpointError
 from headprune.exporting.card import inherit_metadata, write_card
+from headprune.exporting.engines import engines_of, shapes_in
 from headprune.io import hub
 from headprune.io.folders import COMPANIONS, copy_companions, hashing
 from headprune.io.outputs import whole_folder
 from headprune.io.shards import Piece, write_shards
 from headprune.model import probes
-from headprune.model.identity import identifying
 from headprune.model.loading import auto_class_of, uneven_heads_are_known
 from headprune.model.open import Model, read_model
 from headprune.model.placement import placed
@@ -32,7 +32,7 @@ from headprune.model.precision import widened
 from headprune.model.refusals import passed_over
 from headprune.model.residency import residency_of, runs_by_layers
 from headprune.model.skeleton import Names, Unmapped
-from headprune.model.stored import StoredDtypes
+from headprune.model.stored import StoredDtypes, identifying
 from headprune.placements import ROOM, Placement, asked_placement, too_large
 from headprune.proof import equivalence, tensors
 from headprune.schemas.manifest import (
@@ -44,7 +44,7 @@ from headprune.schemas.manifest import (
     write_manifest,
 )
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
-from headprune.schemas.records import Done, Merging, ModelChoice, Pruning, Refit
+from headprune.schemas.records import Done, Heads, Merging, ModelChoice, Pruning, Refit
 from headprune.surgery.cut import Cut, cut_heads, resolve
 from headprune.surgery.edit import Edit, Tensors, replaced, written
 from headprune.surgery.streamed import cut_pieces
@@ -282,6 +282,8 @@ def _written(
         write_shards(pieces, folder, facts["parameters"][1], size, context.step)
         _take_over(folder, order, vars(net).get("generation_config"))
         left_out = passed_over(net, model.tensors)
+        layout = {path: Heads(**heads) for path, heads in facts["layout"].items()}
+        facts["engines"] = engines_of(net, shapes_in(layout, facts["shape"]))
         context.stage("verifying the folder")
         with hashing(folder, contents(folder)) as files:
             reread = read_model(folder, "auto" if expected is None else expected.dtype)

@@ -10,13 +10,13 @@ from typing import Any
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.context import Context
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
-from headprune.exporting.source import open_source
 from headprune.formats import gguf, onnx, openvino, vllm
 from headprune.formats.format import ExportProof, ExportRecord, Format
+from headprune.formats.source import open_source
 from headprune.io.folders import hashing
 from headprune.io.outputs import claims_output, whole_folder
 from headprune.io.ownership import EXPORTED
-from headprune.model.identity import identifying
+from headprune.model.stored import identifying
 from headprune.packages import refuse_missing
 from headprune.registry import Registry
 from headprune.schemas.manifest import utc_now, versions

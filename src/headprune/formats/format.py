@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict
 
 from headprune.config import ExportConfig, ExportDtype
 from headprune.context import MadeBy
-from headprune.exporting.checkpoint import OnStep
-from headprune.exporting.source import ExportSource
+from headprune.formats.checkpoint import OnStep
+from headprune.formats.source import ExportSource
 from headprune.io.ownership import EXPORTED
 from headprune.io.parsing import read_as
 from headprune.schemas.values import Digest

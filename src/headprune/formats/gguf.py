@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
-from headprune.exporting.checkpoint import OnStep, write_facts
-from headprune.exporting.source import ExportSource
+from headprune.formats.checkpoint import OnStep, write_facts
 from headprune.formats.format import ExportProof, Format
 from headprune.formats.gguf_tokenizer import has_tokenizer
 from headprune.formats.regularise import regularise
+from headprune.formats.source import ExportSource
 from headprune.packages import missing
 from headprune.planning.targets import ARCHES, llama_cpp_refusal, uneven_refusal
 

@@ -21,10 +21,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headprune.config import ExportDtype
 from headprune.errors import CheckpointError, PlanError, ProofError
-from headprune.exporting.checkpoint import OnStep
-from headprune.exporting.source import ExportSource
+from headprune.formats.checkpoint import OnStep
 from headprune.formats.format import ExportProof
 from headprune.formats.gguf_tokenizer import add_tokenizer
+from headprune.formats.source import ExportSource
 from headprune.model.stored import commonest_dtype, stored_tensors
 from headprune.planning.targets import rope
 

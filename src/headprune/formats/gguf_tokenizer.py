@@ -15,7 +15,7 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from headprune.errors import CheckpointError, HeadpruneError
-from headprune.exporting.source import ExportSource
+from headprune.formats.source import ExportSource
 from headprune.model.loading import load_tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6

@@ -30,8 +30,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from headprune import devices
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.errors import HeadpruneError, PlanError, ProofError
-from headprune.exporting.checkpoint import OnStep, write_facts
-from headprune.exporting.source import ExportSource, built
+from headprune.formats.checkpoint import OnStep, write_facts
 from headprune.formats.experts import run_all_experts
 from headprune.formats.format import ExportProof, Format
 from headprune.formats.run import (
@@ -44,6 +43,7 @@ from headprune.formats.run import (
     open_graphs,
     run_by_engine,
 )
+from headprune.formats.source import ExportSource, built
 from headprune.model.attention import attention_of
 from headprune.model.loading import task_of
 from headprune.model.probes import probe, probe_inputs

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.errors import ProofError
-from headprune.exporting.source import ExportSource
 from headprune.formats import llama_cpp_process
 from headprune.formats.format import ExportProof
 from headprune.formats.gguf_file import as_stored
 from headprune.formats.llama_cpp_process import Step
+from headprune.formats.source import ExportSource
 from headprune.model.loading import load_tokenizer
 from headprune.schemas.proofs import PROBE_SEED
 

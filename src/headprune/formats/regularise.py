@@ -15,8 +15,8 @@ from itertools import count
 from torch import Tensor
 
 from headprune.errors import PlanError
-from headprune.exporting.source import ExportSource, built
-from headprune.exporting.weights import Weights
+from headprune.formats.source import ExportSource, built
+from headprune.formats.weights import Weights
 from headprune.model.attention import family_of
 from headprune.planning.padding import zero_heads_said
 from headprune.planning.targets import zero_heads_refusal

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from headprune.config import ExportConfig
 from headprune.errors import PlanError, ProofError
-from headprune.exporting.checkpoint import OnStep, write_checkpoint
-from headprune.exporting.source import ExportSource, open_source
-from headprune.exporting.weights import WithFused
+from headprune.formats.checkpoint import OnStep, write_checkpoint
 from headprune.formats.format import ExportProof, Format
 from headprune.formats.regularise import regularise
+from headprune.formats.source import ExportSource, open_source
+from headprune.formats.weights import WithFused
 from headprune.model.probes import probe, probe_inputs
 from headprune.planning.targets import generates_none
 from headprune.proof.equivalence import difference

@@ -38,14 +38,14 @@ from headprune.gates.sparsity import ConstantPenalty, HeadTarget, Sparsity
 from headprune.gates.trainer import GateCallback, GatedModel, GateTrainer, freeze
 from headprune.io.outputs import whole_folder
 from headprune.model.attention import of_kinds, refuse_unknown_kinds
+from headprune.model.batch import most_tokens
 from headprune.model.embedding import head_of
 from headprune.model.gating import gated
-from headprune.model.lengths import most_tokens
 from headprune.model.loading import CLASSIFIERS
 from headprune.model.losses import OWN_SHARE, recompute_activations
 from headprune.model.open import Model, open_model
+from headprune.model.placement import refuse_to_shard
 from headprune.model.refusals import refuse_without_text
-from headprune.model.sharding import refuse_to_shard
 from headprune.model.units import (
     default_unit,
     head_budget,

@@ -1,12 +1,12 @@
-"""From a live model to its attention modules, and who the model is."""
+"""The attention modules of a live model, the names of its heads, and its identity."""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -14,35 +14,37 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headprune.errors import FamilyError
+from headprune.errors import CheckpointError, FamilyError
 from headprune.family import FAMILIES, Family
-from headprune.model.ids import with_restored_ids
 from headprune.model.placement import refuse_spread, whole_class
-from headprune.model.skeleton import sample_of
+from headprune.model.skeleton import below_base, sample_of
 from headprune.registry import did_you_mean
+from headprune.runtime import MANIFEST
 from headprune.runtime.modeling_headprune import Attention, find_attention
 from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.records import Heads
 from headprune.tensors.shards import whole
+
+_IDS = "headprune_ids"  # of an attention module: ids of its query and KV heads, from the manifest
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """The row of a config's family.
+    """Return the row of a config's family.
 
     Raises:
-        FamilyError: If there is none, the config has a setting that the row refuses, or its
-            language part is laid out otherwise.
+        FamilyError: If there is none, or the config has a setting that the row refuses.
     """
     if config.model_type not in FAMILIES:
         raise FamilyError(
             f"headprune does not know where model type '{config.model_type}' has its attention "
-            f"heads. 'headprune families' lists the {len(FAMILIES)} types that it knows."
+            f"heads; 'headprune families' lists the {len(FAMILIES)} known types."
         )
     family = FAMILIES[config.model_type]
     lowest = family.min_transformers
     if lowest and Version(transformers.__version__) < Version(lowest):
         raise FamilyError(
-            f"{config.model_type} models are supported from transformers {lowest} on, which "
-            f"changed their classes; installed is {transformers.__version__}. Upgrade transformers."
+            f"{config.model_type} needs transformers {lowest}; installed is "
+            f"{transformers.__version__}. Upgrade transformers."
         )
     for attribute, reason in family.refused.items():
         if getattr(config, attribute, None):
@@ -50,56 +52,88 @@ def family_of(config: PreTrainedConfig) -> Family:
                 f"This {config.model_type} model sets {attribute}={getattr(config, attribute)}: "
                 f"{reason}."
             )
-    _refuse_other_layout(config, family)
     return family
 
 
-def _refuse_other_layout(config: PreTrainedConfig, family: Family) -> None:
-    """Refuse a language part whose attention the row of the whole does not describe.
-
-    Raises:
-        FamilyError: Naming what differs.
-    """
-    text: Any = getattr(config, "text_config", None)
-    if list(family.attention) != ["text"] or getattr(text, "model_type", None) not in FAMILIES:
-        return
-    part = family_of(text)
-    for name in ("projections", "full_width_norms", "per_head"):
-        if getattr(part, name) != getattr(family, name):
-            raise FamilyError(
-                f"The language part of this {config.model_type} model is a {text.model_type}, "
-                f"whose attention is laid out differently ({name}). Cut that model on its own."
-            )
-
-
 def attention_of(model: PreTrainedModel) -> list[Attention]:
-    """Finds the attention modules of a model, first layer first.
+    """Return the attention modules of a model, first layer first.
 
     Raises:
-        FamilyError: If the family is unknown, its row does not match the model, or the model is
-            spread so that its weights are not whole.
+        FamilyError: If its family is unknown, its row does not match, or it is spread so that
+            its weights are not whole.
     """
     refuse_spread(model)
     try:
-        found = find_attention(model, family_of(model.config).for_runtime())
-        return [with_restored_ids(attention) for attention in found]
+        attentions = find_attention(model, family_of(model.config).for_runtime())
     except ValueError as error:
         raise FamilyError(
             f"The model says it is '{model.config.model_type}' but does not look like one: {error}."
         ) from None
+    for attention in attentions:
+        ids = vars(attention.module).get(_IDS)
+        # a cut since then has changed the counts
+        if ids and tuple(map(len, ids)) == (attention.query_heads, attention.kv_heads):
+            attention.query_ids, attention.kv_ids = ids
+    return attentions
+
+
+def restore_ids(
+    net: PreTrainedModel, layout: Mapping[str, Heads], family: Mapping[str, object]
+) -> None:
+    """Give heads the ids of the manifest, which a plain config cannot hold.
+
+    Raises:
+        CheckpointError: If the model has other head counts than the manifest.
+    """
+    # the folder may be opened with another head, or without one
+    recorded = {below_base(net, path): heads for path, heads in layout.items()}
+    for attention in find_attention(net, family):
+        heads = recorded.get(below_base(net, attention.path))
+        if heads is None:
+            continue
+        counts = (len(heads.query_heads), len(heads.kv_heads))
+        if counts != (attention.query_heads, attention.kv_heads):
+            raise CheckpointError(
+                f"{MANIFEST} speaks of {counts[0]} query and {counts[1]} KV heads in "
+                f"'{attention.path}', and the weights hold {attention.query_heads} and "
+                f"{attention.kv_heads}. Get the folder again."
+            )
+        vars(attention.module)[_IDS] = (heads.query_heads, heads.kv_heads)
+
+
+def layer_names(modules: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """Return a short name of every attention module by path: "18", or "cross.2".
+
+    A name is the first number in the path, or the position where numbers are missing or shared.
+    The kind stands before it where a family has several kinds.
+
+    Args:
+        modules: Path and kind of each, first layer first.
+    """
+    numbers = [re.search(r"(?<=\.)\d+(?=\.)", path) for path, _ in modules]
+    named = [(kind, n[0] if n else "") for n, (_, kind) in zip(numbers, modules, strict=True)]
+    unclear = {kind for (kind, number), times in Counter(named).items() if times > 1 or not number}
+    several = {kind for _, kind in modules} != {"self"}
+    names: dict[str, str] = {}
+    seen = Counter[str]()
+    for (path, _), (kind, number) in zip(modules, named, strict=True):
+        name = str(seen[kind]) if kind in unclear else number
+        seen[kind] += 1
+        names[path] = f"{kind}.{name}" if several else name
+    return names
 
 
 def layer_of(path: str) -> str:
-    """The layer that a module lies in; itself where it lies in none."""
-    found = re.match(r".*?\.\d+(?=\.|$)", path)
-    return found[0] if found else path
+    """Return the path of a module's layer; its own path outside of layers."""
+    layer = re.match(r".*?\.\d+(?=\.|$)", path)
+    return layer[0] if layer else path
 
 
 def refuse_unknown_kinds(kinds: Sequence[str]) -> None:
-    """Refuses kinds of attention that no family has.
+    """Refuse kinds of attention that no family has, before a model is opened.
 
     Raises:
-        FamilyError: Naming those that there are.
+        FamilyError: With the known kinds.
     """
     known = sorted({kind for family in FAMILIES.values() for kind in family.attention})
     for kind in kinds:
@@ -111,7 +145,7 @@ def refuse_unknown_kinds(kinds: Sequence[str]) -> None:
 
 
 def of_kinds(attentions: list[Attention], kinds: Sequence[str]) -> list[Attention]:
-    """Those attention modules that are of the given kinds; all where none is given.
+    """Return the attention modules of some kinds; all without kinds.
 
     Raises:
         FamilyError: If the model has no attention of a kind.
@@ -127,7 +161,7 @@ def of_kinds(attentions: list[Attention], kinds: Sequence[str]) -> list[Attentio
 
 
 def identity(model: PreTrainedModel, name: str | Path) -> ModelIdentity:
-    """Names a model so that gates or a plan of another one can be told apart."""
+    """Return a model's name, classes and fingerprint, by which gates and plans know it."""
     return ModelIdentity(
         name=Path(name).name if Path(name).is_dir() else str(name),
         model_type=model.config.model_type,
@@ -137,10 +171,9 @@ def identity(model: PreTrainedModel, name: str | Path) -> ModelIdentity:
 
 
 def fingerprint(attentions: list[Attention]) -> str:
-    """Digest of geometry and of 64 output-projection weights per module.
+    """Return a digest of the geometry and of 64 weights of W_O per module.
 
-    The weights are rounded to bfloat16 first, so that a model has one fingerprint whether it is
-    read in float32 or in bfloat16.
+    Weights are rounded to bfloat16, so that float32 and bfloat16 give the same fingerprint.
     """
     digest = hashlib.sha256()
     for attention in attentions:

@@ -1,16 +1,138 @@
-"""What a model is given of some sequences at once."""
+"""The task of a model, the length of its sequences, and the inputs that it gets at once."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import Any, TypedDict, cast
+from typing import Any, Literal, TypedDict, cast
 
 import torch
+import transformers
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headprune.errors import CheckpointError
+from headprune.errors import CheckpointError, FamilyError, HeadpruneWarning
+from headprune.runtime import modeling_headprune
+
+Task = Literal[
+    "causal-lm",
+    "seq2seq-lm",
+    "masked-lm",
+    "classification",
+    "multi-label",
+    "regression",
+    "features",
+    "token-classification",
+    "question-answering",
+    "multiple-choice",
+    "next-sentence",
+    "pre-training",
+]
+CLASSIFIERS: tuple[Task, ...] = ("classification", "multi-label", "regression")
+# tasks without a metric here; their heads can be matched to a teacher
+UNMEASURED: tuple[Task, ...] = (
+    "token-classification",
+    "question-answering",
+    "multiple-choice",
+    "next-sentence",
+    "pre-training",
+)
+
+_TASKS: dict[str, Task] = {
+    "AutoModelForCausalLM": "causal-lm",
+    "AutoModelForImageTextToText": "causal-lm",
+    "AutoModelForSeq2SeqLM": "seq2seq-lm",
+    "AutoModelForSpeechSeq2Seq": "seq2seq-lm",
+    "AutoModelForMaskedLM": "masked-lm",
+    "AutoModelForSequenceClassification": "classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModelForMultipleChoice": "multiple-choice",
+    "AutoModelForNextSentencePrediction": "next-sentence",
+    "AutoModelForPreTraining": "pre-training",
+}
+
+
+def task_of(model: PreTrainedModel) -> Task:
+    """Return the task of a model's head; "features" for a model without one.
+
+    ``problem_type`` decides for sequence classifiers, as in transformers: one output without a
+    problem type is a regression.
+
+    Raises:
+        FamilyError: If it is a language model that sees the tokens it predicts.
+    """
+    native = native_class(type(model))
+    known = modeling_headprune.auto_classes(native.config_class)
+    task: Task = next(
+        (task for auto, task in _TASKS.items() if known.get(auto) is native), "features"
+    )
+    both_ways = not getattr(model.config, "is_decoder", True)
+    if task == "causal-lm" and both_ways and "AutoModelForMaskedLM" in known:
+        raise FamilyError(
+            f"This {native.__name__} attends to later tokens too, as its config.json lacks "
+            '"is_decoder": true. Add that, or name '
+            f"{known['AutoModelForMaskedLM'].__name__} as its architecture."
+        )
+    problem = getattr(model.config, "problem_type", None)
+    if task != "classification":
+        return task
+    if problem == "multi_label_classification":
+        return "multi-label"
+    if problem == "regression" or (problem is None and model.config.num_labels == 1):
+        return "regression"
+    return task
+
+
+def class_ids(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the number of each class of a classifier by name."""
+    known = config.label2id or {name: number for number, name in (config.id2label or {}).items()}
+    return {name: int(number) for name, number in known.items()}
+
+
+def native_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class of transformers behind a pruned or sharded one."""
+    # sharding makes classes such as FSDPLlamaForCausalLM
+    known = (base for base in cls.__mro__ if getattr(transformers, base.__name__, None) is base)
+    native: type[PreTrainedModel] = next(known, cls)
+    return native
+
+
+def auto_class_of(model: PreTrainedModel) -> str:
+    """Return the Auto class that leads to a model's class; "AutoModel" if none does."""
+    native = native_class(type(model))
+    known = modeling_headprune.auto_classes(native.config_class)
+    # of several, one of a task comes before AutoModelForPreTraining
+    return next((auto for auto in (*_TASKS, *known) if known.get(auto) is native), "AutoModel")
+
+
+def most_tokens(config: PreTrainedConfig, tokenizer: Any = None) -> int | None:
+    """Return the longest sequence that a model and its tokenizer take; None if neither says.
+
+    The tokenizer counts too, as embeddings may have more rows than positions (RoBERTa: 514, 512).
+    """
+    text = config.get_text_config()
+    stated = (
+        getattr(text, "max_position_embeddings", None),
+        getattr(text, "max_seq_len", None),
+        getattr(tokenizer, "model_max_length", None),
+    )
+    return min((int(number) for number in stated if number), default=None)
+
+
+def usable_length(config: PreTrainedConfig, tokenizer: Any, asked: int) -> int:
+    """Return ``asked`` tokens, or with a warning the most that model and tokenizer take."""
+    most = most_tokens(config, tokenizer)
+    if most is None or asked <= most:
+        return asked
+    warnings.warn(
+        f"Sequences of {asked} tokens were asked for (--seq-len), and model and tokenizer take "
+        f"{most} at most: sequences are cut at {most}.",
+        HeadpruneWarning,
+        stacklevel=2,
+    )
+    return most
 
 
 class _Needed(TypedDict):
@@ -18,16 +140,16 @@ class _Needed(TypedDict):
 
 
 class Batch(_Needed, total=False):
-    """Inputs of a model, by the names that its forward gives them, and labels where there are some.
+    """Inputs of a model by the names of its forward, and labels if there are any.
 
     Attributes:
         input_ids: Token ids.
         attention_mask: 0 where there is padding.
         token_type_ids: Which of two texts a token belongs to.
-        decoder_input_ids: What the decoder of an encoder-decoder reads.
+        decoder_input_ids: Inputs of the decoder of an encoder-decoder.
         decoder_attention_mask: 0 where that is padding.
         labels: A class per sequence, or a token per position, -100 where none is scored.
-        use_cache: Whether the model is to keep keys and values.
+        use_cache: Whether to keep keys and values.
     """
 
     attention_mask: Int[Tensor, "sequences length"]
@@ -39,12 +161,12 @@ class Batch(_Needed, total=False):
 
 
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs alone."""
+    """Return the inputs alone."""
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def doubled(batch: Batch) -> Batch:
-    """A batch with every sequence twice: all of them, and then all of them again."""
+    """Return a batch with every sequence twice: all of them, and then all of them again."""
     both: dict[str, Any] = {
         name: torch.cat([value, value]) if isinstance(value, Tensor) else value
         for name, value in batch.items()
@@ -53,17 +175,17 @@ def doubled(batch: Batch) -> Batch:
 
 
 def padding_id(config: PreTrainedConfig, tokenizer: Any) -> int:
-    """The id to pad with.
+    """Return the id to pad with.
 
-    Many decoders have no padding token; any id will do where the attention mask is 0, except that
-    a classifier on a decoder recognises padding by the id in its config.
+    Any id does where the attention mask is 0, except that a classifier on a decoder recognises
+    padding by the id in its config.
     """
     known = (own_padding_id(config), tokenizer.pad_token_id, 0)
     return next(each for each in known if each is not None)
 
 
 def own_padding_id(config: PreTrainedConfig) -> int | None:
-    """The padding id of a config, if there is one; some write -1 for none."""
+    """Return the padding id of a config; some write -1 for none."""
     written: int | None = getattr(config, "pad_token_id", None)
     return None if written is None or written < 0 else written
 
@@ -71,17 +193,16 @@ def own_padding_id(config: PreTrainedConfig) -> int | None:
 def decoder_inputs(
     model: PreTrainedModel, labels: Int[Tensor, "sequences target_length"]
 ) -> Int[Tensor, "sequences target_length"]:
-    """What the decoder of an encoder-decoder reads to give the labels: each one place later.
+    """Return the inputs by which a decoder predicts the labels: these, one place later.
 
     Raises:
-        CheckpointError: If its config does not say which token comes first.
+        CheckpointError: If its config does not name the first token.
     """
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         read: Tensor = prepare(labels)
         return read
-    # The model's own config: the decoder's part of it (`get_text_config(decoder=True)`) is made
-    # anew, with its class's first token instead of this checkpoint's.
+    # not get_text_config(decoder=True), which has its class's first token
     first = getattr(model.config, "decoder_start_token_id", None)
     pad = getattr(model.config, "pad_token_id", None)
     if first is None:
@@ -94,7 +215,7 @@ def decoder_inputs(
 
 
 def token_mask(batch: Batch, kind: str) -> Bool[Tensor, "sequences length"] | None:
-    """Which tokens are real, of those that the queries of a kind of attention stand at."""
+    """Return which tokens are real at the queries of a kind of attention."""
     if kind in ("decoder", "cross") and "decoder_input_ids" in batch:
         labels = batch.get("labels")
         return None if labels is None else labels != -100
@@ -105,7 +226,7 @@ def token_mask(batch: Batch, kind: str) -> Bool[Tensor, "sequences length"] | No
 def real_tokens(
     x: Float[Tensor, "*positions width"], mask: Tensor | None
 ) -> Float[Tensor, "tokens width"]:
-    """Those positions, one after the other, that are no padding.
+    """Return the positions that are no padding, one after the other.
 
     Raises:
         CheckpointError: If padding is masked, and the module lays its positions out otherwise.
@@ -115,7 +236,7 @@ def real_tokens(
         return rows
     if mask.numel() != len(rows):
         raise CheckpointError(
-            f"An attention module reads {len(rows)} positions, and the texts have {mask.numel()} "
-            "with their padding, so the padding cannot be left out. Use --batch-size 1."
+            f"An attention module reads {len(rows)} positions, and the padded texts have "
+            f"{mask.numel()}, so the padding cannot be left out. Use --batch-size 1."
         )
     return rows[mask.flatten().to(rows.device)]

@@ -1,4 +1,4 @@
-"""What attention costs: parameters, and the KV cache."""
+"""Costs of attention: parameters, and the KV cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import Amount
 from headprune.model.attention import attention_of, family_of
-from headprune.model.loading import task_of
+from headprune.model.batch import task_of
 from headprune.runtime.modeling_headprune import Attention
 
 GENERATES = ("causal-lm", "seq2seq-lm")
@@ -23,7 +23,7 @@ class ModelCost:
 
     Attributes:
         parameters: All parameters; tied ones count once.
-        attention_parameters: Those of the attention projections.
+        attention_parameters: Parameters of the attention projections.
         query_heads: Query heads of all modules.
         kv_heads: KV heads of all modules.
         kv_cache_bytes_per_token: KV cache per token in the model's dtype; 0 for models that
@@ -38,10 +38,9 @@ class ModelCost:
 
 
 def kv_cache_elements_per_token(model: PreTrainedModel) -> int:
-    """What one generated token leaves in the cache: 2 x sum of kv_heads x head_dim, mostly.
+    """Return the cached numbers per generated token: mostly 2 * sum(kv_heads * head_dim).
 
-    An encoder caches nothing, and cross attention one entry per token of the source. A layer
-    without heads keeps its length in the cache, as a K and a V of one number.
+    Encoders and cross attention cache none. A layer without heads caches a K and a V of one number.
     """
     family = family_of(model.config)
     cached = [a for a in attention_of(model) if a.kind in CACHED]
@@ -55,12 +54,12 @@ def kv_cache_elements_per_token(model: PreTrainedModel) -> int:
 
 
 def attention_parameters(attention: Attention) -> int:
-    """Parameters of one attention module's projections."""
+    """Return the parameters of one attention module's projections."""
     return sum(p.numel() for row in attention.projections for p in row.module.parameters())
 
 
 def model_cost(model: PreTrainedModel) -> ModelCost:
-    """Measures a model's sizes off its weights."""
+    """Return the sizes of a model's weights."""
     attentions = attention_of(model)
     cached = kv_cache_elements_per_token(model) if task_of(model) in GENERATES else 0
     return ModelCost(
@@ -73,7 +72,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
 
 
 def longest_context(model: PreTrainedModel, memory: int) -> int | None:
-    """Tokens of KV cache that fit into so many bytes beside the weights; None without a cache.
+    """Return the tokens of KV cache beside the weights in ``memory`` bytes; None without a cache.
 
     All sequences of a batch count together; activations come on top.
     """

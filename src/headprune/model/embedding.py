@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +14,14 @@ from transformers import PreTrainedModel
 
 from headprune.errors import CheckpointError, DataError, FamilyError
 from headprune.io import hub
-from headprune.model.batch import Batch, token_mask
-from headprune.model.forward import run_model
-from headprune.model.loading import Task, task_of
+from headprune.model.batch import Batch, Task, task_of, token_mask
+from headprune.model.passes import run_model
 from headprune.model.stored import find_file
 from headprune.tensors.dtypes import in_float32
 
 MEAN = "mean"
 _POOLINGS = ("cls", MEAN, "max", "lasttoken", "mean_sqrt_len_tokens")
-# what older files of sentence-transformers say instead, each true or false
+# other files of sentence-transformers have a flag for each
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -34,11 +34,11 @@ _SILENT = ("Transformer", "Normalize")  # modules that leave cosines as they are
 
 
 class Head(NamedTuple):
-    """What a model's outputs are for.
+    """The task of a model's head.
 
     Attributes:
         task: See ``task_of``.
-        pooling: How the last hidden states make an embedding, where it has no head.
+        pooling: Pooling of the last hidden states, for a model without a head.
     """
 
     task: Task
@@ -46,30 +46,26 @@ class Head(NamedTuple):
 
 
 def head_of(model: PreTrainedModel) -> Head:
-    """Return what a model's outputs are for.
+    """Return the task of a model's head, or its pooling.
 
     Raises:
-        FamilyError: If it has no head, and its embedding is made as headprune cannot.
+        FamilyError: If it has no head, and an unknown pooling.
     """
     task = task_of(model)
     return Head(task, pooling_of(model)) if task == "features" else Head(task)
 
 
 def pooling_of(model: PreTrainedModel) -> str:
-    """Return how sentence-transformers makes an embedding of a model; the mean by default.
-
-    It is read where the model came from, ``modules.json`` and the config of its pooling.
+    """Return the pooling of sentence-transformers beside a model's source; the mean by default.
 
     Raises:
-        FamilyError: If it is made in a way that headprune does not know.
-        CheckpointError: If these files cannot be read.
+        FamilyError: If the pooling is unknown.
+        CheckpointError: If ``modules.json`` or the config of its pooling cannot be read.
     """
-    known: str | None = vars(model).get("headprune_pooling")
-    if known is None:
-        known = model.headprune_pooling = _pooling_beside(model.name_or_path)
-    return known
+    return _pooling_beside(model.name_or_path)
 
 
+@cache
 def _pooling_beside(source: str) -> str:
     modules = _read(source, "modules.json")
     if modules is None:
@@ -83,8 +79,8 @@ def _pooling_beside(source: str) -> str:
         modes = modes or [mode for name, mode in _FLAGS.items() if settings.get(name)] or [MEAN]
     except (KeyError, TypeError, AttributeError):
         raise CheckpointError(
-            f"'{source}' has a modules.json that names no pooling, so its embedding is not known. "
-            "Get the folder again, or remove that file for the mean of the hidden states."
+            f"'{source}' has a modules.json that names no pooling. Get the folder again, or remove "
+            "that file for the mean of the hidden states."
         ) from None
     unknown = [*further, *(mode for mode in modes if mode not in _POOLINGS)]
     if unknown or len(modes) > 1:
@@ -97,7 +93,6 @@ def _pooling_beside(source: str) -> str:
 
 
 def _read(source: str, name: str) -> Any:
-    """A JSON file beside a model; None where there is none, as of a model made in memory."""
     if not source or not (Path(source).is_dir() or hub.may_be_id(source)):
         return None
     file = find_file(source, name, ask=True)
@@ -110,7 +105,7 @@ def _read(source: str, name: str) -> Any:
 
 
 def embedding(model: PreTrainedModel, batch: Batch) -> Float[Tensor, "examples hidden"]:
-    """Return what is below a model's head gives, pooled and normalised.
+    """Return the outputs below a model's head, pooled and normalised.
 
     Raises:
         DataError: If an example is nothing but padding.

@@ -11,7 +11,8 @@ without the closed heads, and any other z folds into W_O (see ``surgery.cut``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -25,40 +26,34 @@ GateSource = Callable[[int], Tensor | None]
 def apply_gate(
     inputs: Float[Tensor, "batch length width"], gate: Float[Tensor, "#batch heads"]
 ) -> Float[Tensor, "batch length width"]:
-    """Multiplies every head's slice of ``inputs`` by its gate."""
+    """Multiply every head's slice of ``inputs`` by its gate."""
     heads = inputs.view(*inputs.shape[:-1], gate.shape[-1], -1)
     return (heads * gate[:, None, :, None].to(inputs)).flatten(-2)
 
 
 @contextmanager
 def gated(attentions: Sequence[Attention], source: GateSource) -> Iterator[None]:
-    """Gates the given attention modules for the time of a ``with`` block.
+    """Gate attention modules in a ``with`` block.
 
     Args:
         attentions: The modules.
         source: Called with the position of a module in ``attentions`` at every forward; returns
             gates of shape (1 or batch, query heads), or None to leave the module ungated.
     """
-    handles = []
-    for position, attention in enumerate(attentions):
-        if attention.query_heads:
-            hook = _hook(position, source)
-            handles.append(attention.output_projection.register_forward_pre_hook(hook))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
-
-def _hook(
-    position: int, source: GateSource
-) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...] | None]:
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def hook(
+        position: int, module: nn.Module, args: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...] | None:
         gate = source(position)
         return None if gate is None else (apply_gate(args[0], gate), *args[1:])
 
-    return hook
+    with ExitStack() as stack:
+        for position, attention in enumerate(attentions):
+            if attention.query_heads:
+                projection = attention.output_projection
+                handle = projection.register_forward_pre_hook(partial(hook, position))
+                stack.callback(handle.remove)
+        yield
 
 
 def open_elsewhere(
@@ -66,12 +61,12 @@ def open_elsewhere(
     attentions: Sequence[Attention],
     gates: Sequence[Float[Tensor, " _"]],
 ) -> list[Float[Tensor, " _"]]:
-    """Gates of all modules of a model: those of some, and open ones of the others."""
+    """Return gates of all modules: those given for some, and open ones for the rest."""
     given = {a.path: gate for a, gate in zip(attentions, gates, strict=True)}
     return [given.get(a.path, torch.ones(a.query_heads)) for a in every]
 
 
 def fixed(gates: Sequence[Float[Tensor, " _"]]) -> GateSource:
-    """A gate source with one constant vector per attention module."""
+    """Return a gate source with one constant vector per attention module."""
     rows = [torch.as_tensor(gate)[None] for gate in gates]
     return lambda position: rows[position]

@@ -1,4 +1,4 @@
-"""The weights of an attention module, head by head, whatever its layout; out of it and back in."""
+"""The weights of an attention module, head by head, read and written in any layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from headprune.errors import PlanError
-from headprune.model.residency import present, residency_of
+from headprune.model.residency import present
 from headprune.runtime.modeling_headprune import Attention, ProjectionModule, input_dim
 from headprune.tensors.index_maps import role_slices
 
@@ -53,25 +53,25 @@ class HeadWeights:
         return [kv for kv, size in enumerate(self.group_sizes) for _ in range(size)]
 
     def affine(self, role: str) -> Float[Tensor, "heads head_dim hidden_1"]:
-        """Weights with the bias as one more column, for inputs with a 1 at the end."""
+        """Return weights with the bias as a last column, for inputs with a 1 at the end."""
         weight: Tensor = getattr(self, role)
         bias = getattr(self, f"{role}_bias")
         return weight if bias is None else torch.cat([weight, bias[..., None]], dim=-1)
 
     def with_affine(self, role: str, weight: Tensor) -> HeadWeights:
-        """These heads with other weights of one role, given as ``affine`` gives them."""
+        """Return these heads with other weights of one role, in the form of ``affine``."""
         changes: dict[str, Any] = {role: weight}
         if getattr(self, f"{role}_bias") is not None:
             changes = {role: weight[..., :-1], f"{role}_bias": weight[..., -1]}
         return replace(self, **changes)
 
     def queries_of(self, group: Sequence[int]) -> list[int]:
-        """Positions of the query heads of some KV heads."""
+        """Return the positions of the query heads of some KV heads."""
         return [query for query, owner in enumerate(self.owners) if owner in group]
 
 
-def _there(function: Function) -> Function:
-    """Has a function work on an attention module whose weights are there."""
+def _with_weights(function: Function) -> Function:
+    """Keep the weights of the attention module in memory while a function works on it."""
 
     @wraps(function)
     def called(attention: Attention, *others: Any) -> Any:
@@ -81,12 +81,12 @@ def _there(function: Function) -> Function:
     return cast(Function, called)
 
 
-@_there
+@_with_weights
 def read_heads(attention: Attention) -> HeadWeights:
-    """Reads the weights of one attention module.
+    """Return the weights of one attention module.
 
     Raises:
-        PlanError: If it has no K and V of its own for every KV head, or more than one of them.
+        PlanError: If it has no K and V for every KV head, or more than one of them.
     """
     weights: dict[str, Tensor] = {}
     biases: dict[str, Tensor | None] = {}
@@ -116,10 +116,10 @@ def read_heads(attention: Attention) -> HeadWeights:
     )
 
 
-@_there
+@_with_weights
 @torch.no_grad()
 def write_heads(attention: Attention, heads: HeadWeights) -> None:
-    """Writes weights back into the module they were read from; shapes are those it has."""
+    """Write weights of unchanged shapes back into the module they were read from."""
     for projection in attention.projections:
         module = projection.module
         weight, bias = _parameters(module)
@@ -138,11 +138,11 @@ def write_heads(attention: Attention, heads: HeadWeights) -> None:
                 )
 
 
-@_there
+@_with_weights
 def read_output(
     attention: Attention,
 ) -> tuple[Float[Tensor, "heads hidden head_dim"], Float[Tensor, " hidden"] | None]:
-    """W_O head by head, in float32, and its bias if it has one; copies."""
+    """Return copies of W_O head by head in float32, and of its bias if it has one."""
     module = attention.output_projection
     weight, bias = _parameters(module)
     inwards = weight if input_dim(module) == 1 else weight.T
@@ -150,48 +150,29 @@ def read_output(
     return heads.float().clone(), None if bias is None else bias.float().clone()
 
 
-@_there
+@_with_weights
 @torch.no_grad()
 def write_output(
     attention: Attention, heads: Float[Tensor, "heads hidden head_dim"], bias: Tensor | None
 ) -> None:
-    """Writes W_O, and its bias if both there and given, into the module."""
+    """Write W_O into the module, and its bias if it has one."""
     module = attention.output_projection
-    weight, own_bias = _parameters(module)
+    weight, bias_before = _parameters(module)
     inwards = heads.transpose(0, 1).flatten(1).to(weight)
     weight.copy_(inwards.T if input_dim(module) == 0 else inwards)
-    if own_bias is not None and bias is not None:
-        own_bias.copy_(bias.to(own_bias))
-
-
-def keeping_outputs(model: nn.Module, attentions: Sequence[Attention]) -> Callable[[], None]:
-    """Keeps every W_O as it is now.
-
-    Returns:
-        What writes them back.
-    """
-    residency = residency_of(model)
-    if residency is not None:
-        return residency.restored()
-    some = [attention for attention in attentions if attention.query_heads]
-    kept = [read_output(attention) for attention in some]
-
-    def write_back() -> None:
-        for attention, (heads, bias) in zip(some, kept, strict=True):
-            write_output(attention, heads, bias)
-
-    return write_back
+    if bias_before is not None and bias is not None:
+        bias_before.copy_(bias.to(bias_before))
 
 
 def project_output(attention: Attention, x: Tensor) -> Tensor:
-    """What the output projection gives, past the hooks on it."""
+    """Return the output of W_O, past the hooks on it."""
     module = attention.output_projection
     weight, bias = module.get_parameter("weight"), getattr(module, "bias", None)
     return F.linear(x, weight.T if isinstance(module, Conv1D) else weight, bias)
 
 
 def head_rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:
-    """Where the heads of every role lie along the head dimension of a projection."""
+    """Return the rows of every role's heads along the head dimension of a projection."""
     if not projection.holds:
         return {}
     total = {"q": attention.query_heads, "k": attention.kv_heads, "v": attention.kv_heads}
@@ -199,17 +180,16 @@ def head_rows(attention: Attention, projection: ProjectionModule) -> dict[str, T
 
 
 def output_rows(attention: Attention, projection: ProjectionModule) -> dict[str, Tensor]:
-    """Where they lie in what a projection gives, which may be K and V once per query head."""
+    """Return the same in a projection's output, which may have K and V once per query head."""
     repeated = getattr(projection.module, "headprune_positions", None)
-    found = head_rows(attention, projection)
+    by_role = head_rows(attention, projection)
     if repeated is not None:
         first = {place: at for at, place in reversed([*enumerate(repeated.numbers)])}
-        found = {role: rows.clone().apply_(first.__getitem__) for role, rows in found.items()}
-    return found
+        by_role = {role: rows.clone().apply_(first.__getitem__) for role, rows in by_role.items()}
+    return by_role
 
 
 def _parameters(module: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias, as they lie in the module."""
-    own = dict(module.named_parameters(recurse=False))
-    bias = own.get("bias")
-    return own["weight"].detach(), None if bias is None else bias.detach()
+    parameters = dict(module.named_parameters(recurse=False))
+    bias = parameters.get("bias")
+    return parameters["weight"].detach(), None if bias is None else bias.detach()

@@ -1,4 +1,4 @@
-"""headprune inspect: what a model's attention is made of, and what a cut could save."""
+"""headprune inspect: a model's attention, and the savings of a cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig
 from headprune.context import Allowed
 from headprune.model import cost
 from headprune.model.attention import attention_of, family_of
-from headprune.model.loading import from_pretrained, load_config, task_of
+from headprune.model.batch import task_of
+from headprune.model.loading import from_pretrained, load_config
 from headprune.model.refusals import PACKED, quantised_by
 from headprune.model.units import default_unit, unit_sizes
 from headprune.tensors.dtypes import dtype_name
@@ -30,7 +31,7 @@ class AttentionReport(_InspectionPart):
 
     Attributes:
         path: Module path; the key of plans.
-        kind: "self", or which of several: encoder, decoder, cross, text, vision.
+        kind: "self", "encoder", "decoder", "cross", "text" or "vision".
         query_heads: Query heads.
         kv_heads: KV heads.
         head_dim: Width of a head.
@@ -46,10 +47,10 @@ class AttentionReport(_InspectionPart):
 
 
 class Saving(_InspectionPart):
-    """What removing a share of the heads would save.
+    """The savings of removing a fraction of the heads.
 
     Attributes:
-        heads_removed: The share.
+        heads_removed: The fraction.
         parameters: Parameters saved.
         kv_cache_bytes_per_token: KV cache saved per token, in the model's dtype.
     """
@@ -65,17 +66,17 @@ class Inspection(_InspectionPart):
     Attributes:
         family: Row of the family table.
         architecture: Class of the model.
-        task: What its head is for.
+        task: Task of its head.
         dtype: Element type of the checkpoint.
-        unit: What train-gates removes as one piece by default.
-        units: How many such pieces there are.
+        unit: The unit that train-gates removes by default.
+        units: Number of such units.
         attentions: Its attention modules.
         parameters: All parameters.
-        attention_parameters: Those of the attention projections.
+        attention_parameters: Parameters of the attention projections.
         kv_cache_bytes_per_token: KV cache per token, by the element type of the cache; empty for
             models that generate nothing.
-        savings: What cuts of several sizes would save.
-        notes: What to know of the model before cutting it.
+        savings: Savings of cuts of several sizes.
+        notes: Remarks to read before a cut.
     """
 
     schema_version: Literal[1] = 1
@@ -94,14 +95,14 @@ class Inspection(_InspectionPart):
 
 
 def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
-    """Describes a model's attention.
+    """Describe a model's attention without reading its weights.
 
     Args:
         model: Folder or hub id.
-        allowed: What the model may bring.
+        allowed: Permissions to open it with.
 
     Raises:
-        HeadpruneError: If it cannot be loaded or its family is not supported.
+        HeadpruneError: If it cannot be opened or its family is not supported.
     """
     config = load_config(model, trust_remote_code=allowed.trust_remote_code)
     net = from_pretrained(
@@ -110,11 +111,9 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
         drop_unexpected=allowed.drop_unexpected,
         weights=False,
     )
-    attentions = attention_of(net)
-    sizes = cost.model_cost(net)
-    unit = default_unit(attentions)
-    generates = task_of(net) in cost.GENERATES
-    elements = cost.kv_cache_elements_per_token(net)
+    attentions, sizes = attention_of(net), cost.model_cost(net)
+    unit, elements = default_unit(attentions), cost.kv_cache_elements_per_token(net)
+    widths = cost.BYTES_PER_ELEMENT if task_of(net) in cost.GENERATES else {}
     return Inspection(
         family=family_of(net.config).model_type,
         architecture=type(net).__name__,
@@ -135,30 +134,26 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
         ),
         parameters=sizes.parameters,
         attention_parameters=sizes.attention_parameters,
-        kv_cache_bytes_per_token={
-            name: elements * width for name, width in cost.BYTES_PER_ELEMENT.items() if generates
-        },
+        kv_cache_bytes_per_token={name: elements * width for name, width in widths.items()},
         savings=tuple(
             Saving(
-                heads_removed=share,
-                parameters=round(share * sizes.attention_parameters),
-                kv_cache_bytes_per_token=round(share * sizes.kv_cache_bytes_per_token),
+                heads_removed=fraction,
+                parameters=round(fraction * sizes.attention_parameters),
+                kv_cache_bytes_per_token=round(fraction * sizes.kv_cache_bytes_per_token),
             )
-            for share in (0.25, 0.5, 0.75)
+            for fraction in (0.25, 0.5, 0.75)
         ),
         notes=_notes(config, {a.head_dim for a in attentions}),
     )
 
 
 def _notes(config: PreTrainedConfig, head_dims: set[int]) -> tuple[str, ...]:
-    """What keeps it from being cut; and every head_dim that kernels are not tuned for."""
-    usual = " and ".join(map(str, USUAL_HEAD_DIMS))
-    method = quantised_by(config)
+    usual, method = " and ".join(map(str, USUAL_HEAD_DIMS)), quantised_by(config)
     notes = [] if method is None else [f"It is quantised ({method}): {PACKED}"]
     for head_dim in sorted(head_dims - set(USUAL_HEAD_DIMS)):
-        if head_dim < min(USUAL_HEAD_DIMS):
-            what = f"under the usual {usual}: attention kernels gain less from fewer heads"
-        else:
-            what = f"not one of the usual {usual}, but no narrower"
-        notes.append(f"head_dim {head_dim} is {what}.")
+        narrow = f"under the usual {usual}: attention kernels gain less from fewer heads"
+        wide = f"not one of the usual {usual}, but no narrower"
+        notes.append(
+            f"head_dim {head_dim} is {narrow if head_dim < min(USUAL_HEAD_DIMS) else wide}."
+        )
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""Loading models by folder or hub id, and saying clearly why when it can't be done."""
+"""Loading models, configs and tokenizers by folder or hub id."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
+from pydantic import Field, TypeAdapter, ValidationError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
@@ -19,57 +20,54 @@ from headprune.io import hub
 from headprune.io.parsing import refuse_pointer
 from headprune.io.shards import StoredTensor
 from headprune.io.writing import refuse_strange_name
-from headprune.model.ids import restore_ids
-from headprune.model.legacy import has_pruned_heads, layout_of_pruned_heads
+from headprune.model.attention import attention_of, family_of, restore_ids
+from headprune.model.batch import CLASSIFIERS as CLASSIFIERS
+from headprune.model.batch import UNMEASURED as UNMEASURED
+from headprune.model.batch import Task as Task
+from headprune.model.batch import auto_class_of as auto_class_of
+from headprune.model.batch import class_ids as class_ids
+from headprune.model.batch import native_class as native_class
+from headprune.model.batch import task_of as task_of
 from headprune.model.reading import (
     damage_is,
     needs_package,
     read_config_file,
     read_record,
     refuse_damaged_json,
-    without_native_output,
 )
 from headprune.model.refusals import (
     checked_description,
     conversion,
     quantised_by,
     refuse_adapter,
-    refuse_foreign_layers,
     refuse_pickles,
     refuse_pickles_among,
     refuse_unexpected,
 )
-from headprune.model.skeleton import Unmapped, built, widening
+from headprune.model.skeleton import Unmapped, built, widening, without_weights
 from headprune.model.stored import stored_tensors, weight_files
-from headprune.model.tasks import CLASSIFIERS as CLASSIFIERS
-from headprune.model.tasks import UNMEASURED as UNMEASURED
-from headprune.model.tasks import Task as Task
-from headprune.model.tasks import auto_class_of as auto_class_of
-from headprune.model.tasks import class_ids as class_ids
-from headprune.model.tasks import native_class as native_class
-from headprune.model.tasks import task_of as task_of
 from headprune.registry import did_you_mean
 from headprune.runtime import modeling_headprune
+from headprune.schemas.plan import Number
 from headprune.tensors.dtypes import SAFETENSORS
 
 
 def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
-    """Loads a model as the class its config names; results of headprune included.
+    """Load a model as the class its config names; results of headprune included.
 
     Args:
         model: A folder or a hub id.
         **kwargs: As for ``AutoModel.from_pretrained``, for instance ``dtype``, ``device_map``,
-            ``attn_implementation``. ``auto_class="AutoModelForSequenceClassification"`` asks for
-            another head than the one in the config; ``drop_unexpected=True`` goes on where the
-            checkpoint has tensors that the class does not take; ``weights=False`` builds the
-            model from the headers of its files, on the meta device, where names allow it.
+            ``attn_implementation``. ``auto_class="AutoModelForSequenceClassification"`` loads
+            another head than the one in the config; ``drop_unexpected=True`` leaves out tensors
+            that the class does not take; ``weights=False`` builds the model on the meta device
+            from the headers of its files, where names allow it.
 
     Returns:
         The model in eval mode; with ``output_loading_info=True`` the loading info beside it.
 
     Raises:
-        CheckpointError: If there is nothing to load, only pickles, tensors are missing, or some
-            are there that would be thrown away.
+        CheckpointError: If there are no safetensors, tensors are missing, or some would be lost.
     """
     auto_class, dropping = kwargs.pop("auto_class", None), kwargs.pop("drop_unexpected", False)
     wants_info, weights = kwargs.pop("output_loading_info", False), kwargs.pop("weights", True)
@@ -80,7 +78,9 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
     config = kwargs.pop("config", None)
     if config is None:
         config = load_config(model, **{name: kwargs[name] for name in _HUB if name in kwargs})
-        _override(config, kwargs)
+        for name in set(kwargs) - {*_HUB, "dtype", "attn_implementation"}:
+            if hasattr(config, name):  # a setting, as for AutoModel
+                setattr(config, name, kwargs.pop(name))
     where = {name: kwargs[name] for name in _PLACE if name in kwargs}
     if "variant" not in kwargs:
         refuse_absent_weights(model, **where)
@@ -103,7 +103,7 @@ def assemble(
     Args:
         model: A folder or a hub id.
         config: Its config.
-        tensors: The tensors of its files; empty where they are not read by their headers.
+        tensors: The tensors of its files; empty if they are not read by their headers.
         auto_class: The Auto class of another head than the one in the config.
         dropping: Leave out tensors that the class does not take.
         weights: Read the weights. False: the model is on the meta device, where names allow it.
@@ -122,7 +122,7 @@ def assemble(
     record = read_record(folder)
     native = native_of(config, auto_class)
     if has_pruned_heads(config):
-        layout_of_pruned_heads(config, native)
+        _describe_pruned_heads(config, native)
     cls = native
     if getattr(config, "headprune", None) is not None:
         config.headprune = checked_description(model, config, record)
@@ -135,15 +135,12 @@ def assemble(
     missing = sorted(name for name in info["missing_keys"] if "pooler" not in name)
     if missing and auto_class is None and "ignore_mismatched_sizes" not in kwargs:
         advice = "The folder is incomplete or damaged; get it again."
-        named = config.architectures or [native.__name__]
-        if named[0] not in (native.__name__, cls.__name__):
-            advice = (
-                f"It was saved as a {named[0]}, which transformers does not load by itself; save "
-                "the whole model that it is a part of."
-            )
+        named = (config.architectures or [native.__name__])[0]
+        if named not in (native.__name__, cls.__name__):
+            advice = f"It was saved as a {named}; save the whole model that it is a part of."
         raise CheckpointError(
             f"'{model}' lacks {len(missing)} of the tensors of a {cls.__name__}, '{missing[0]}' "
-            f"the first, and random numbers would take their place. {advice}"
+            f"the first. {advice}"
         )
     # asking for another head means to leave the present one out
     if auto_class is None and not dropping:
@@ -161,7 +158,6 @@ def _loaded(
     tensors: Mapping[str, StoredTensor],
     weights: bool | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Build a model; without weights, if the headers of its files describe it."""
     if tensors and not weights:
         with suppress(*([] if weights is None else [Unmapped])):
             return built(cls, model, copy.deepcopy(config), tensors, options)
@@ -172,7 +168,7 @@ def _loaded(
 
 
 def _widens(options: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether all weights are copies in a wider type, and no option says how files are read."""
+    """Return whether all weights become a wider type, and no option says how files are read."""
     plain = {"dtype", "attn_implementation", "use_safetensors", "output_loading_info", *_HUB}
     if not set(options) <= plain or options.get("trust_remote_code"):  # it may bring a generate()
         return False
@@ -184,7 +180,7 @@ def refuse_absent_weights(model: str | Path, **where: Any) -> None:
     """Refuse a folder without safetensors, and an incomplete hub model that cannot be fetched.
 
     Raises:
-        CheckpointError: Naming the missing file, or the pickle that is there.
+        CheckpointError: With the missing file, or the pickle that is there.
     """
     refuse_pickles(Path(model) / where.get("subfolder", ""))
     files = weight_files(model, **where) or {"the weights": None}
@@ -209,21 +205,18 @@ def _does_not_load(model: str | Path, config: PreTrainedConfig, cls: type, why: 
             f"'{model}' is quantised ({method}) and does not load: {why.rstrip('.')}. Install what "
             "that names, or give the unquantised model that it was made from."
         )
-    needed = needs_package(model, why)
-    if needed is not None:
-        return needed
     if "ignore_mismatched_sizes" in why:
         why = "some of its tensors have other shapes than its config describes"
-    return (
+    return needs_package(model, why) or (
         f"'{model}' does not load as {cls.__name__}: {why}. The folder is incomplete or damaged; "
         "get it again."
     )
 
 
 _HALF = {torch.bfloat16, torch.float16}
-_WIDE = {torch.float32: _HALF, torch.float64: {*_HALF, torch.float32}}  # and what they widen
+_WIDE = {torch.float32: _HALF, torch.float64: {*_HALF, torch.float32}}  # the types they widen
 
-# of the arguments, those that say where files are found, and how they are got
+# arguments about the place of files, and about the hub
 _PLACE = ("revision", "cache_dir", "subfolder")
 _HUB = (
     *("code_revision", "trust_remote_code", "token", *_PLACE),
@@ -231,15 +224,8 @@ _HUB = (
 )
 
 
-def _override(config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
-    """Moves arguments that are settings of the config into it, as AutoModel does."""
-    for name in list(kwargs):
-        if name not in (*_HUB, "dtype", "attn_implementation") and hasattr(config, name):
-            setattr(config, name, kwargs.pop(name))
-
-
 def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
-    """Reads a model's config; nobody is asked whether code that comes with it may run.
+    """Read a model's config; code that comes with it runs only with ``trust_remote_code``.
 
     Raises:
         CheckpointError: If there is no such folder or hub id, or its config cannot be read.
@@ -253,15 +239,12 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
             f"'{model}' has no config.json, so it is no model folder. Give the folder that "
             "save_pretrained wrote, or a hub id."
         )
-    if not path.is_dir() and not hub.may_be_id(model):
-        there = f"There is no folder '{model}', and no hub id is written so"
-        if path.is_file():
-            refuse_pickles_among([path])
-            there = f"'{model}' is a file"
-        raise CheckpointError(f"{there}. Give a model folder, or a hub id.")
     if path.is_dir():
-        content = read_config_file(path / "config.json")
-        refuse_foreign_layers(path, content)
+        read_config_file(path / "config.json")
+    elif not hub.may_be_id(model):
+        refuse_pickles_among([path] if path.is_file() else [])
+        is_not = "is a file" if path.is_file() else "is neither a folder nor a hub id"
+        raise CheckpointError(f"'{model}' {is_not}. Give a model folder, or a hub id.")
     refused = damage_is(lambda why: f"'{model}': {_unread(path, why)}")
     with refused, hub.asked_once(model), uneven_heads_are_known():
         config = AutoConfig.from_pretrained(str(model), **{"trust_remote_code": False, **kwargs})
@@ -272,7 +255,6 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
 
 
 def _unread(path: Path, why: str) -> str:
-    """Why there is no config to be had."""
     if path.is_dir():
         return f"could not read its config. {why}"
     if hub.why_not():
@@ -285,30 +267,21 @@ def _unread(path: Path, why: str) -> str:
 
 @contextmanager
 def uneven_heads_are_known() -> Iterator[None]:
-    """Reads and writes configs whose layers differ without a warning that they do.
-
-    What transformers checks of such a config are its global values, which are those of the model
-    before the cut.
-    """
+    """Silence the warning that layers differ from the global config, which is that of before."""
     logger = logging.getLogger("transformers.integrations.heterogeneity.configuration_utils")
 
-    def told(record: logging.LogRecord) -> bool:
+    def passes(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("Reading global config value")
 
-    logger.addFilter(told)
+    logger.addFilter(passes)
     try:
         yield
     finally:
-        logger.removeFilter(told)
+        logger.removeFilter(passes)
 
 
 def load_tokenizer(model: str | Path, config: PreTrainedConfig | None = None, **kwargs: Any) -> Any:
-    """Loads the tokenizer beside a model.
-
-    Where there are no files of a vocabulary, transformers makes a tokenizer for many families
-    that knows its special tokens alone. It is told by that, and not by its size: there are models
-    of bytes and of letters, vocabularies are padded, and tokens added. A tokenizer that somebody
-    put together of added tokens alone covers its model.
+    """Load the tokenizer beside a model.
 
     Args:
         model: Folder or hub id.
@@ -316,7 +289,8 @@ def load_tokenizer(model: str | Path, config: PreTrainedConfig | None = None, **
         **kwargs: As for ``AutoTokenizer.from_pretrained``.
 
     Raises:
-        CheckpointError: If there is none, or one without a vocabulary.
+        CheckpointError: If there is none, or one without a vocabulary: without its files,
+            transformers makes a tokenizer of special tokens alone for many families.
     """
     config = config or load_config(model, **kwargs)
     for file in (*Path(model).glob("tokenizer*.json"), *Path(model).glob("*.model")):
@@ -327,28 +301,25 @@ def load_tokenizer(model: str | Path, config: PreTrainedConfig | None = None, **
         "the original model into the folder."
     )
     refused = damage_is(lambda why: f"{why_not} {why}")
-    with refused, hub.asked_once(model), without_native_output():
+    with refused, hub.asked_once(model):
         tokenizer = AutoTokenizer.from_pretrained(str(model), config=config, **kwargs)
-        tokenizer("a", verbose=False)  # some settings are not looked at before
+        tokenizer("a", verbose=False)  # some settings are read here first
         added = {token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         ordinary = sum(token not in added for token in tokenizer.get_vocab())
     vocabulary = getattr(config.get_text_config(), "vocab_size", 0)
-    if ordinary <= 1 and 2 * len(tokenizer) < vocabulary:  # the one is a word boundary
-        raise CheckpointError(
-            f"'{model}' has no usable tokenizer, and text data needs one: without the files of a "
-            f"vocabulary, transformers makes one of {len(tokenizer)} special tokens, and the model "
-            f"has {vocabulary:,}. Copy the tokenizer files of the original model into the folder."
-        )
+    # one is a word boundary; a tokenizer of added tokens alone covers its model
+    if ordinary <= 1 and 2 * len(tokenizer) < vocabulary:
+        raise CheckpointError(why_not)
     return tokenizer
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """How many tokens a model of text has embeddings for."""
+    """Return the number of tokens that a model of text has embeddings for."""
     return int(model.get_input_embeddings().weight.shape[0])
 
 
 def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[PreTrainedModel]:
-    """The class of transformers for ``config``: the one it names, or what an Auto class leads to.
+    """Return the class of transformers that a config names, or that of an Auto class.
 
     Raises:
         CheckpointError: If there is none.
@@ -376,5 +347,49 @@ def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[P
 
 
 def parse_dtype(name: str) -> torch.dtype | str:
-    """Reads a ``dtype`` value: "auto", "float32", "bfloat16", "float16", "float64"."""
+    """Return the type of a ``dtype`` value: "auto", "float32", "bfloat16" and so on."""
     return "auto" if name == "auto" else getattr(torch, name)
+
+
+# layers are names in JSON
+_PRUNED = TypeAdapter(dict[Annotated[int, Field(ge=0)], list[Number]])
+
+
+def has_pruned_heads(config: PreTrainedConfig) -> bool:
+    """Return whether ``prune_heads`` of transformers 4 removed heads.
+
+    It wrote ``"pruned_heads": {"0": [1, 4]}``, which transformers 5 ignores.
+    """
+    pruned = getattr(config, "pruned_heads", None) or {}
+    return any(pruned.values()) if isinstance(pruned, dict) else True
+
+
+def _describe_pruned_heads(config: PreTrainedConfig, native: type[PreTrainedModel]) -> None:
+    """Give such a config the description that the runtime rebuilds models from, in place."""
+    try:
+        pruned = _PRUNED.validate_python(config.pruned_heads)
+    except ValidationError:
+        raise CheckpointError(
+            f"config.json has pruned_heads={config.pruned_heads!r}, which is no map from layer "
+            'numbers to lists of heads, such as {"0": [1, 4]}.'
+        ) from None
+    family = family_of(config)
+    del config.pruned_heads
+    attentions = attention_of(without_weights(native, config))
+    layout: dict[str, Any] = {}
+    for layer, attention in enumerate(attentions):
+        gone = set(pruned.pop(layer, ()))
+        if gone - set(attention.query_ids):
+            raise CheckpointError(
+                f"config.json says that head {max(gone)} of layer {layer} was pruned, but it had "
+                f"{attention.query_heads} heads."
+            )
+        left = [head for head in attention.query_ids if head not in gone]
+        layout[attention.path] = {"query_heads": left, "kv_heads": left}
+    if pruned:
+        raise CheckpointError(
+            f"config.json says that heads of layer {min(pruned)} were pruned, but the model has "
+            f"{len(attentions)} attention modules."
+        )
+    schema = modeling_headprune.SCHEMA
+    config.headprune = {"schema_version": schema, "family": family.for_runtime(), "layout": layout}

@@ -13,9 +13,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headprune.model.batch import Batch
+from headprune.model.batch import Batch, Task
 from headprune.model.embedding import Head, tokens_seen
-from headprune.model.loading import Task
 from headprune.model.placement import is_sharded
 
 OWN_SHARE = 0.5  # largest weight of a language model's own loss beside the divergence

@@ -11,18 +11,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headprune import devices
+from headprune import devices, processes
 from headprune.config import Dtype
 from headprune.context import Allowed
 from headprune.errors import CheckpointError
 from headprune.io.shards import StoredTensor
 from headprune.model.attention import attention_of, identity
+from headprune.model.batch import task_of
 from headprune.model.loading import (
     assemble,
+    from_pretrained,
     load_config,
     load_tokenizer,
     refuse_absent_weights,
-    task_of,
 )
 from headprune.model.placement import placed, reshard
 from headprune.model.precision import (
@@ -33,7 +34,6 @@ from headprune.model.precision import (
 )
 from headprune.model.refusals import refuse_quantised
 from headprune.model.residency import Residency
-from headprune.model.sharding import load_sharded
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import (
     StoredDtypes,
@@ -168,6 +168,18 @@ class Model:
             **self._options,
         )[0]
 
+    def _sharded(self) -> PreTrainedModel:
+        from transformers.distributed import DistributedConfig
+
+        processes.join()
+        net: PreTrainedModel = from_pretrained(
+            self.source,
+            distributed_config=DistributedConfig(fsdp_size=processes.count()),
+            drop_unexpected=self.allowed.drop_unexpected,
+            **self._options,
+        )
+        return net
+
     def weighted(self) -> PreTrainedModel:
         """Load the weights: whole, in shards, or to be run layer by layer, as the command says."""
         built = vars(self).get("skeleton")
@@ -175,8 +187,7 @@ class Model:
             loaded: PreTrainedModel = vars(self).pop("skeleton")
             return loaded
         if in_shards():
-            dropping = self.allowed.drop_unexpected
-            return load_sharded(self.source, drop_unexpected=dropping, **self._options)
+            return self._sharded()
         tensors = self.tensors.values()
         size = sum(tensor.bytes for tensor in tensors)
         if isinstance(self.dtype, torch.dtype):
@@ -249,13 +260,3 @@ def load(
     """Load a model to work on it, and name it; see ``open_model``."""
     opened = open_model(model, dtype, allowed, keep_bfloat16)
     return opened.net, opened.identity
-
-
-def as_it_fits(
-    model: str | Path,
-    dtype: torch.dtype | str,
-    trust_remote_code: bool = False,
-    drop_unexpected: bool = False,
-) -> PreTrainedModel:
-    """Load a model whole, in shards or layer by layer; see ``read_model``."""
-    return read_model(model, dtype, Allowed(trust_remote_code, drop_unexpected)).weighted()

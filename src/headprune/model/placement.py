@@ -1,4 +1,4 @@
-"""Where a model lies: put on the device of the command, and told where its inputs go."""
+"""The place of a model and of its inputs: a device, layers that come and go, or shards."""
 
 from __future__ import annotations
 
@@ -7,33 +7,38 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from headprune import devices
-from headprune.errors import FamilyError
+from headprune import devices, processes
+from headprune.errors import FamilyError, HeadpruneError
 from headprune.model.residency import residency_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
+# versions that load in shards, and average the gradients of plain parameters beside them
+SINCE = {"transformers": "5.19", "torch": "2.8"}
+
 
 def placed(model: Model) -> Model:
-    """Puts a loaded model on the device of the command, where layers and shards are already."""
+    """Put a loaded model on the device of the command, where layers and shards are already."""
     devices.announce()
-    there = residency_of(model) is not None or is_sharded(model)
-    return model if there else model.to(devices.chosen())
+    stays = residency_of(model) is not None or is_sharded(model)
+    return model if stays else model.to(devices.chosen())
 
 
 def is_sharded(net: nn.Module) -> bool:
-    """Whether this process holds shards of a model."""
+    """Return whether this process holds shards of a model."""
     return isinstance(net, FSDPModule)
 
 
 def reshard(net: nn.Module) -> None:
-    """Leaves of a model in shards nothing whole, as the last layer is after a forward pass.
+    """Reshard the last layer, which stays whole after a forward pass.
 
-    What is set on whole weights, such as that they are frozen, is forgotten with them.
+    Settings of whole weights, such as ``requires_grad``, are lost with them.
     """
     for module in net.modules():
         if isinstance(module, FSDPModule):
@@ -41,18 +46,15 @@ def reshard(net: nn.Module) -> None:
 
 
 def whole_class(net: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class of a model; of one in shards, that which it would have without."""
-    own: type[PreTrainedModel] = type(net).__bases__[-1] if is_sharded(net) else type(net)
-    return own
+    """Return the class of a model, without the one that sharding makes."""
+    cls: type[PreTrainedModel] = type(net).__bases__[-1] if is_sharded(net) else type(net)
+    return cls
 
 
 @contextmanager
 def alone_on_device(model: nn.Module) -> Iterator[None]:
-    """Has a model on the device of the command for a while, and then where it was before.
-
-    The device then counts its largest use of memory from the model's arrival.
-    """
-    device, before = devices.chosen(), input_device(model)
+    """Put a model on the device of the command in a ``with`` block, and reset its peak memory."""
+    device, former = devices.chosen(), input_device(model)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
@@ -60,36 +62,32 @@ def alone_on_device(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         if not residency_of(model):
-            model.to(before)
+            model.to(former)
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Where a model takes its inputs: where its first weights lie.
-
-    Weights that wait elsewhere are on "meta"; they are computed with on the device of the command.
-    """
-    there = (p.device for p in model.parameters() if p.device.type != "meta")
-    return next(there, None) or devices.chosen()
+    """Return the device of a model's first weights; weights on "meta" are filled on demand."""
+    present = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(present, None) or devices.chosen()
 
 
 def on_device(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs, the tensors among them where the model takes them."""
+    """Return inputs with their tensors on the model's device."""
     device = input_device(model)
     return {n: v.to(device) if isinstance(v, Tensor) else v for n, v in inputs.items()}
 
 
 def refuse_spread(model: nn.Module) -> None:
-    """Refuses a model of which this process does not hold whole weights.
+    """Refuse a model whose weights are not whole in this process.
 
     Raises:
-        FamilyError: Saying how it is spread, and what to do instead.
+        FamilyError: With the way it is spread.
     """
     if (getattr(model, "_tp_size", None) or 1) > 1:
         raise FamilyError(
-            f"{type(model).__name__} is split by tensor parallelism, so that every process holds "
-            "parts of heads. Load it without tp_plan."
+            f"{type(model).__name__} is split by tensor parallelism. Load it without tp_plan."
         )
     for name, module in model.named_modules():
         if getattr(getattr(module, "_hf_hook", None), "offload", False):
@@ -101,7 +99,7 @@ def refuse_spread(model: nn.Module) -> None:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Has products in float32 computed in float32, which a GPU may round to 10 bits."""
+    """Compute float32 products in float32, which a GPU may round to 10 bits."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
     # the settings of torch 2.9 and later; the older ones may not be read once these were used
@@ -116,3 +114,29 @@ def without_tf32() -> Iterator[None]:
     finally:
         for place, value in zip(places, before, strict=True):
             setattr(place, name, value)
+
+
+def refuse_to_shard() -> None:
+    """Refuse to shard without several processes, recent libraries, and their accelerator.
+
+    Raises:
+        HeadpruneError: With what is missing.
+    """
+    if processes.count() == 1:
+        raise HeadpruneError(
+            "--shard splits a model over processes, and one was started. Use 'torchrun "
+            "--nproc-per-node N -m headprune ...', or leave out --shard."
+        )
+    installed = {"transformers": transformers.__version__, "torch": torch.__version__}
+    for name, since in SINCE.items():
+        if Version(Version(installed[name]).base_version) < Version(since):
+            raise HeadpruneError(
+                f"--shard needs {name} {since}, and {installed[name]} is installed. Update it, or "
+                "leave out --shard, if every GPU holds the whole model."
+            )
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and devices.chosen().type != accelerator.type:
+        raise HeadpruneError(
+            f"--shard splits a model over accelerators where there are some, and --device is "
+            f"{devices.chosen()}. Give --device {accelerator.type}, or leave out --shard."
+        )

@@ -1,14 +1,14 @@
-"""What a command computes in: float32 where the checkpoint is in half precision.
+"""The element type that a command computes in: float32 for a checkpoint in half precision.
 
-bfloat16 and float16 numbers are float32 numbers as well, so that a model read into float32 is the
-same model. Its outputs then differ from those of another order of summation by 1e-6, where bfloat16
-would leave 1e-2, in which a wrong cut could hide.
+Half-precision numbers are float32 numbers too, so the model is the same. Its outputs then differ
+by 1e-6 from those of another order of summation; bfloat16 would leave 1e-2, which hides wrong cuts.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from headprune.tensors.dtypes import dtype_name
 def compute_dtype(
     asked: Dtype, stored: torch.dtype | None, keep_bfloat16: bool = False
 ) -> torch.dtype:
-    """The element type that a command computes in.
+    """Return the element type to compute in.
 
     Args:
         asked: The value of ``dtype``.
@@ -47,10 +47,10 @@ def compute_dtype(
 
 
 def refuse_missing_dtype(dtype: torch.dtype, device: torch.device | str) -> None:
-    """Refuses an element type that a device cannot compute in.
+    """Refuse an element type that a device cannot compute in.
 
     Raises:
-        HeadpruneError: Naming both.
+        HeadpruneError: With both.
     """
     try:
         ones = torch.ones(2, 2, device=device, dtype=dtype)
@@ -64,15 +64,15 @@ def refuse_missing_dtype(dtype: torch.dtype, device: torch.device | str) -> None
 
 @torch.no_grad()
 def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | None = None) -> None:
-    """Runs a model once on made-up inputs, and refuses one that gives no finite numbers.
+    """Run a model once on probe inputs, and refuse outputs that are not finite.
 
     Args:
         net: The model.
         model: Its folder or hub id.
-        instead: What to do about an overflow; None for what fits the type of ``net``.
+        instead: Advice about an overflow; None for one that fits the type of ``net``.
 
     Raises:
-        CheckpointError: Naming the first module that overflows, or the tensor that is damaged.
+        CheckpointError: With the damaged tensor, or the first module that overflows.
     """
     try:
         inputs = probes.probe_inputs(net)
@@ -88,35 +88,32 @@ def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | No
 
         return hook
 
-    leaves = [(n, m) for n, m in net.named_modules() if n and not list(m.children())]
-    handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
     runs = damage_is(
         lambda why: (
             f"'{model}' does not run as the {type(net).__name__} that its config.json "
             f"names: {why.rstrip('.')}. Look at that config, or get the folder again."
         )
     )
-    try:
+    with ExitStack() as stack:
+        for name, module in net.named_modules():
+            if name and not list(module.children()):
+                stack.callback(module.register_forward_hook(watch(name)).remove)
         with runs:
             result = net(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
     if all(_finite(output) for output in result.values() if isinstance(output, Tensor)):
-        return  # T5 in float16 has modules that overflow, and clamps what they give
+        return  # T5 in float16 has modules that overflow, and clamps their outputs
     for name, parameter in net.named_parameters():
         if not parameter.is_meta and not _finite(parameter):
             raise CheckpointError(
-                f"'{name}' of '{model}' holds NaN or infinity: the checkpoint is damaged, or was "
-                "cast to a type that cannot hold it. Get it again."
+                f"'{name}' of '{model}' holds NaN or infinity: the checkpoint is damaged. Get it "
+                "again."
             )
-    dtype = dtype_name(net.dtype)
     half = net.dtype in (torch.float16, torch.bfloat16)
-    instead = instead or f"Compute in another type: dtype {'float32' if half else 'float64'}."
+    instead = instead or f"Compute in another type: dtype={'float32' if half else 'float64'}."
     where = overflowed[0] if overflowed else type(net).__name__
     raise CheckpointError(
-        f"'{model}' overflows in {dtype}: '{where}' is the first module whose output is not "
-        f"finite (the largest number is {torch.finfo(net.dtype).max:,.0f}). {instead}"
+        f"'{model}' overflows in {dtype_name(net.dtype)}: '{where}' is the first module whose "
+        f"output is not finite. {instead}"
     )
 
 
@@ -125,17 +122,17 @@ def _finite(values: Tensor) -> bool:
 
 
 def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDtypes) -> None:
-    """Refuses a model that overflows in what it is going to be written in, before any work.
+    """Refuse a model that overflows in the types it will be written in, before any work.
 
-    Weights are looked at; and a model in float16, whose numbers end at 65,504, is run in it.
+    A model in float16, whose numbers end at 65,504, is run in it.
 
     Raises:
-        CheckpointError: Naming the weight, or the module whose output is not finite.
+        CheckpointError: With the weight, or the module whose output is not finite.
     """
     stored.refuse_overflow(net)
     if stored.default is not torch.float16 or net.dtype is torch.float16:
         return
-    if residency_of(net) or is_sharded(net):  # there is no second one to narrow
+    if residency_of(net) or is_sharded(net):  # a copy does not fit
         return
     trial, whole = copy.deepcopy(net), set(net._keep_in_fp32_modules or ())
     kept = {n: torch.float32 for n in trial.state_dict() if whole & set(n.split("."))}
@@ -143,16 +140,14 @@ def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDty
     try:
         refuse_not_finite(trial, model, "Write another type: --out-dtype bfloat16.")
     except CheckpointError as error:
-        # what this machine cannot compute in float16 is not tried
-        if "Half" not in str(error.__cause__):
+        if "Half" not in str(error.__cause__):  # this machine cannot compute in float16
             raise
 
 
 def widened(net: PreTrainedModel) -> PreTrainedModel:
-    """The same model in float32 at least, in place, as it would be had it been loaded so.
+    """Return the model in float32 at least, in place, as if it had been loaded so.
 
-    Weights are the same numbers. Buffers that no checkpoint holds are made anew, since a constant
-    that was rounded when the model was made in half precision is not the one of a float32 model.
+    Buffers that no checkpoint holds are computed anew: they were rounded in half precision.
     """
     wide = torch.promote_types(net.dtype, torch.float32)
     if net.dtype is wide:

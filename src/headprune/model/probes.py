@@ -1,18 +1,15 @@
-"""Made-up inputs of whatever a model takes, and its outputs on them.
+"""Random inputs of whatever a model takes, and its outputs on them.
 
-Texts are random token ids from a seed. A language model is probed three times: one forward over a
-padded batch, and two decodings with a KV cache, of one text and of a padded batch in pieces,
-because a cache that is filled wrongly shows only there.
-
-Beside the outputs stands what W_O of every attention module gives: a module with small weights
-changes the outputs by less than rounding does.
+A language model is probed three times: one forward over a padded batch, and two decodings with a KV
+cache, of one text and of a padded batch in pieces: wrong caches show only there. Outputs of W_O are
+kept too, as a module with small weights changes the model's outputs by less than rounding.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,8 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from headprune.errors import FamilyError
 from headprune.model.attention import attention_of, family_of
-from headprune.model.lengths import most_tokens
-from headprune.model.loading import CLASSIFIERS, task_of
+from headprune.model.batch import CLASSIFIERS, most_tokens, task_of
 from headprune.model.placement import on_device, without_tf32
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.proofs import PROBE_SEED
@@ -38,9 +34,8 @@ class Outputs(dict[str, Tensor]):
     """Outputs of a model by name.
 
     Attributes:
-        modules: What W_O of every attention module gives, without its bias, at some positions of
-            every call; in the order of the layers.
-        controls: The same of a model with gates, against wrong gates (``proof.equivalence``).
+        modules: Outputs of every W_O without its bias, at some positions of every call, by path.
+        controls: Their difference from those with wrong gates (``proof.equivalence``).
     """
 
     def __init__(self, *args: Any, **outputs: Tensor) -> None:
@@ -50,7 +45,7 @@ class Outputs(dict[str, Tensor]):
 
 
 def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Tensor]:
-    """Two random examples of whatever the model takes; texts are of unequal length and padded."""
+    """Return two random examples; texts are of unequal length and padded."""
     config, generator = model.config, torch.Generator().manual_seed(seed)
     takes = set(inspect.signature(model.forward).parameters)
     kinds = family_of(config).attention
@@ -80,8 +75,8 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
         inputs["decoder_input_ids"] = text["input_ids"]
     if not inputs:
         raise FamilyError(
-            f"{type(model).__name__} takes {', '.join(sorted(takes))}: no input that a proof can "
-            "make up. Cut the model without its head (the class that AutoModel gives)."
+            f"{type(model).__name__} takes {', '.join(sorted(takes))}, of which a proof can make "
+            "up none. Cut the model without its head (the class that AutoModel gives)."
         )
     return inputs
 
@@ -109,19 +104,19 @@ def _random_text(
 
 
 def in_dtype(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Inputs, with an element type for those that are no ids or masks."""
+    """Return inputs with their floating-point tensors in an element type."""
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
 
 
 @without_tf32()
 @torch.no_grad()
 def probe(model: PreTrainedModel, inputs: dict[str, Tensor], decoded: bool = True) -> Outputs:
-    """Runs a model on probe inputs; padded positions are zeroed, they carry no meaning.
+    """Run a model on probe inputs; outputs at padded positions are zeroed.
 
     Args:
         model: The model.
         inputs: The inputs.
-        decoded: Whether a language model is also decoded from, which takes nine passes more.
+        decoded: Whether to decode from a language model too, which takes nine more passes.
     """
     with _recorded(model) as modules:
         outputs = _probe(model, inputs, decoded)
@@ -150,14 +145,14 @@ def _probe(model: PreTrainedModel, inputs: dict[str, Tensor], decoded: bool) -> 
 
 
 def _is_lone_decoder(model: PreTrainedModel) -> bool:
-    """Whether a decoder looks at an encoder that is no part of the model."""
+    """Return whether a decoder attends to an encoder that is no part of the model."""
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         return False
     return any(attention.kind == "cross" for attention in attention_of(model))
 
 
 def _with_states(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-    """Logits with made-up states of an encoder: without them no cross-attention runs."""
+    """Return logits with random states of an encoder: without them no cross-attention runs."""
     width = model.config.get_text_config(decoder=True).hidden_size
     states = torch.randn(2, 5, width, generator=torch.Generator().manual_seed(PROBE_SEED))
     states = on_device(model, in_dtype({"": states}, model.dtype))[""]
@@ -170,7 +165,7 @@ def _with_states(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
 
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Keeps what W_O of every attention module gives; nothing of a model in another engine."""
+    """Keep the outputs of every W_O; of a model in another engine nothing."""
 
     def keep(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -180,28 +175,27 @@ def _recorded(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
     attentions = attention_of(model) if isinstance(model, PreTrainedModel) else []
     modules: dict[str, list[Tensor]] = {attention.path: [] for attention in attentions}
-    handles = [a.output_projection.register_forward_pre_hook(keep(a.path)) for a in attentions]
-    try:
+    with ExitStack() as stack:
+        for a in attentions:
+            hook = a.output_projection.register_forward_pre_hook(keep(a.path))
+            stack.callback(hook.remove)
         yield modules
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def some_rows(inputs: Tensor) -> Tensor:
-    """Evenly spaced positions of an input, at most 64."""
+    """Return evenly spaced positions of an input, at most 64."""
     rows = inputs.flatten(0, -2)
     return rows[torch.linspace(0, len(rows) - 1, min(len(rows), _ROWS)).long()]
 
 
 def projected(projection: nn.Module, rows: Tensor) -> Tensor:
-    """What a projection makes of its input, without its bias, which could hide small weights."""
+    """Return the output of a projection without its bias, which could hide small weights."""
     weight = projection.get_parameter("weight")
     return rows @ (weight if input_dim(projection) == 0 else weight.T)
 
 
 def _decoded(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-    """Logits of the first example, the last positions decoded one by one."""
+    """Return logits of the first example, the last positions decoded one by one."""
     first = {name: value[:1] for name, value in inputs.items()}
     if "decoder_input_ids" not in first:
         first = {"input_ids": first["input_ids"]}  # the first example has no padding
@@ -209,11 +203,10 @@ def _decoded(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def _decoded_in_chunks(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-    """Logits of the whole batch through one cache: several positions at once, then one by one.
+    """Return logits of the batch through one cache: several positions at once, then one by one.
 
-    Texts of a decoder are padded on the left. Masks of later pieces are then as long as the cache
-    says, which one text decoded one by one does not show: it needs no mask. The first position
-    stays: a padded one that sees none at all is NaN in float64, and so are those that pass it over.
+    Texts of a decoder are padded on the left, so that masks must be as long as the cache. The first
+    position stays unmasked: one that sees nothing is NaN in float64.
     """
     if "decoder_input_ids" in inputs:
         return _through_cache(model, inputs, _CHUNKS)
@@ -229,7 +222,7 @@ def _decoded_in_chunks(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Ten
 def _through_cache(
     model: PreTrainedModel, inputs: dict[str, Tensor], last: Sequence[int]
 ) -> Tensor:
-    """Logits of all positions, the last of them in pieces of so many, through the cache."""
+    """Return logits of all positions, the last ones through the cache in pieces of ``last``."""
     name = "decoder_input_ids" if "decoder_input_ids" in inputs else "input_ids"
     rest: dict[str, Any] = dict(inputs)
     logits, cache = [], None

@@ -1,20 +1,18 @@
-"""The JSON files of a model folder, looked at before transformers reads them.
+"""The JSON files of a model folder, checked before transformers reads them.
 
-transformers takes what they hold for granted, so that damage shows as any error from any depth.
+transformers takes their content for granted, so that damage shows as any error from any depth.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from headprune import devices
 from headprune.errors import CheckpointError, HeadpruneError
@@ -22,76 +20,88 @@ from headprune.io.parsing import read_as, read_json, validated
 from headprune.runtime import MANIFEST
 from headprune.schemas.records import Recorded
 
-_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+def _beside(name: str) -> str:
+    if Path(name).name != name or not name.endswith((".safetensors", ".safetensors.index.json")):
+        raise ValueError(f"'{name}' is no safetensors file in its own folder")
+    return name
+
+
+Beside = Annotated[str, AfterValidator(_beside)]
 
 
 class ConfigFile(BaseModel):
-    """What transformers looks at in config.json before it knows the class of the config."""
+    """The entries of config.json that are read before its class is known."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
     model_type: str | None = None
     architectures: list[str] | None = None
     auto_map: dict[str, Any] | None = None
-    transformers_weights: str | None = None
+    transformers_weights: Beside | None = None
 
-    @field_validator("transformers_weights")
-    @classmethod
-    def _inside(cls, name: str | None) -> str | None:
-        if name is not None and (Path(name).name != name or not name.endswith(_WEIGHTS)):
-            raise ValueError(f"'{name}' is no safetensors file of the folder")
-        return name
+
+class Index(BaseModel):
+    """The file of every tensor; transformers needs the metadata, whatever they are."""
+
+    metadata: dict[str, Any]
+    weight_map: Annotated[dict[str, Beside], Field(min_length=1)]
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Reads config.json.
+    """Read config.json.
 
     Raises:
-        CheckpointError: If it is no JSON, or what every config has is damaged.
+        CheckpointError: If it is no JSON, or an entry of every config is damaged.
     """
     content: dict[str, Any] = read_json(path)
     validated(ConfigFile, content, path)
     return content
 
 
-def refuse_damaged_json(folder: Path, *names: str) -> None:
-    """Refuses files of a folder that hold no settings; missing ones are fine.
+def read_index(path: Path) -> list[str]:
+    """Return the names of the files in an index of shards, in order.
 
     Raises:
-        CheckpointError: Naming the file.
+        CheckpointError: If it is damaged.
+    """
+    return sorted(set(validated(Index, read_json(path), path).weight_map.values()))
+
+
+def refuse_damaged_json(folder: Path, *names: str) -> None:
+    """Refuse files of a folder that hold no settings; missing ones are fine.
+
+    Raises:
+        CheckpointError: With the name of the file.
     """
     for name in names:
-        if (folder / name).is_file() and not isinstance(
-            read_json(folder / name, any_text=True), dict
-        ):
-            raise CheckpointError(f"'{folder / name}' is damaged: it holds no settings.")
+        file = folder / name
+        if file.is_file() and not isinstance(read_json(file, any_text=True), dict):
+            raise CheckpointError(f"'{file}' is damaged: it holds no settings.")
 
 
 def read_record(folder: Path) -> Recorded | None:
-    """What headprune.json says of a folder; None where headprune did not write it.
+    """Return the manifest of a folder; None for a folder that headprune did not write.
 
     Raises:
         CheckpointError: If it is damaged, or of a later schema.
     """
     path = folder / MANIFEST
-    if not path.is_file():
-        return None
-    return read_as(Recorded, path)
+    return read_as(Recorded, path) if path.is_file() else None
 
 
 @contextmanager
 def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
-    """Refuses what a library cannot read; bugs of headprune itself pass.
+    """Turn whatever a library raises while it reads into a refusal; headprune's own bugs pass.
 
-    transformers raises whatever its code comes upon (KeyError, AttributeError, ImportError,
-    RecursionError, errors of strict dataclasses), and tokenizers a bare Exception or, from Rust, a
-    panic that is no Exception at all: so all of it is caught here, and only here.
+    transformers raises KeyError, AttributeError, ImportError, errors of strict dataclasses and
+    more, and tokenizers a bare Exception or a panic of Rust, which is no Exception.
 
     Args:
-        refusal: Makes the message of what the library said.
+        refusal: Makes the sentence from the library's message.
 
     Raises:
-        CheckpointError: With that message.
+        CheckpointError: With that sentence.
     """
     try:
         yield
@@ -103,16 +113,11 @@ def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
         panic = type(error).__name__ == "PanicException"
         if not (isinstance(error, Exception) or panic) or _is_a_bug(error):
             raise
-        raise CheckpointError(refusal(_said(error))) from error
+        raise CheckpointError(refusal(_message(error))) from error
 
 
 def needs_package(model: str | Path, why: str) -> str | None:
-    """The refusal of a model whose settings ask for a package that is not installed.
-
-    Args:
-        model: Folder or hub id.
-        why: What ``damage_is`` was told.
-    """
+    """Return the refusal of a model whose settings need a package that is not installed."""
     if not why.startswith("ImportError: "):
         return None
     return (
@@ -122,37 +127,14 @@ def needs_package(model: str | Path, why: str) -> str | None:
     )
 
 
-@contextmanager
-def without_native_output() -> Iterator[None]:
-    """Drops what native code prints while it reads a file.
-
-    The Rust code of tokenizers prints keys that it does not know, line breaks and all, past
-    Python's streams; at the start of a line they could be commands to a CI runner.
-    """
-    kept = {}
-    with Path(os.devnull).open("wb") as nowhere:
-        for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
-            stream.flush()
-            with suppress(OSError):  # where there is no such stream, nothing is printed there
-                kept[number] = os.dup(number)
-                os.dup2(nowhere.fileno(), number)
-    try:
-        yield
-    finally:
-        for number, stream_before in kept.items():
-            os.dup2(stream_before, number)
-            os.close(stream_before)
-
-
 def _is_a_bug(error: BaseException) -> bool:
-    """Whether headprune's own code raised it; what the runtime refuses is a ValueError."""
+    """Return whether headprune's own code raised it; refusals of the runtime are ValueErrors."""
     (frame, _), *_ = deque(walk_tb(error.__traceback__), maxlen=1)
     module = str(frame.f_globals.get("__name__"))
     return module.split(".")[0] == "headprune" and not isinstance(error, ValueError)
 
 
-def _said(error: BaseException) -> str:
-    """What an error says, on one line."""
+def _message(error: BaseException) -> str:
     text = " ".join(str(error).split())[:200]
     if isinstance(error, OSError | ValueError | RuntimeError) and text:
         return text

@@ -1,9 +1,9 @@
-"""What attention modules hand to the attention function of transformers."""
+"""Recording the calls of transformers' attention function, and the rotary embedding before it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from headprune.runtime.modeling_headprune import REPEATING, Attention, LayerConfig, stock_class
+from headprune.tensors.rotary import RotaryPairs, Rotation
 
 _RECORDED = "headprune_recorded"
+_AGREES = 1e-3  # relative: a wrong rotary embedding is off by order 1
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class RecordedCall:
         query: Shape (sequences, query heads, length, head_dim).
         key: Shape (sequences, KV heads, source length, head_dim).
         value: The same.
-        mask: What is added to the scores; None without.
+        mask: Added to the scores; None without.
         scaling: Factor of the scores.
         arguments: Others.
         eager: The model's own attention function, in plain tensors.
@@ -44,24 +46,24 @@ class RecordedCall:
     owners: list[int] | None
 
     def outputs(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """What the heads give for some sequences, shape (sequences, length, heads, head_dim).
+        """Return outputs of some sequences, shape (sequences, length, heads, head_dim).
 
-        One sequence at a time, which is kind to caches.
+        They are computed one sequence at a time, which is kind to caches.
         """
-        found = []
+        outputs = []
         for number in range(start, len(self.query) if stop is None else stop):
             part = slice(number, number + 1)
             tensors = self.query[part], self.key[part], self.value[part]
-            found.append(self._attend(*tensors, part, slice(None))[0])
-        return torch.cat(found)
+            outputs.append(self._attend(*tensors, part, slice(None))[0])
+        return torch.cat(outputs)
 
     def without_numbers(self) -> RecordedCall:
-        """The call as ``probabilities`` needs it: what it was given by its shapes alone."""
+        """Return the call as ``probabilities`` needs it: shapes in place of numbers."""
         shapes = {name: getattr(self, name) for name in ("query", "key", "value")}
         return replace(self, **{n: x.new_zeros(()).expand(x.shape) for n, x in shapes.items()})
 
     def probabilities(self, query: Tensor, key: Tensor, part: slice, rows: Tensor) -> Tensor:
-        """The attention of other queries, at some rows of some sequences, to other keys."""
+        """Return the attention of other queries, at some rows of some sequences, to other keys."""
         heads, width = self.value.shape[1], self.value.shape[3]
         value = self.query.new_zeros(1, heads, self.key.shape[2], width)
         attention: Tensor = self._attend(query, key, value, part, rows)[1]
@@ -88,10 +90,10 @@ class RecordedCall:
 
 
 class AttentionRecorder:
-    """Stands in for the attention function of some modules.
+    """Replaces the attention function of some modules.
 
     Args:
-        attend: Gets every call, and says what the heads give.
+        attend: Maps a call to the outputs of the heads.
     """
 
     def __init__(self, attend: Callable[[RecordedCall], Tensor]) -> None:
@@ -99,7 +101,7 @@ class AttentionRecorder:
 
     @contextmanager
     def recording(self, attentions: Sequence[Attention]) -> Iterator[None]:
-        """Has modules call it, for the time of a ``with`` block."""
+        """Make modules call it in a ``with`` block."""
         modules: list[Any] = [attention.module for attention in attentions]
         before = [getattr(module, "config", None) for module in modules]
         for module, config in zip(modules, before, strict=True):
@@ -118,7 +120,6 @@ class AttentionRecorder:
 def _recorded_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers looks up; the module's config knows the recorder."""
     scaling = arguments.pop("scaling", None) or query.shape[-1] ** -0.5
     owners, facts = None, getattr(module, "headprune", None)
     if module.config.headprune_repeats:
@@ -141,3 +142,60 @@ def _recorded_attention(
 
 
 AttentionInterface.register(_RECORDED, _recorded_attention)
+
+
+def found_rotation(
+    projected: Mapping[str, Tensor], scored: Mapping[str, Tensor], position_embeddings: Any
+) -> tuple[Rotation | None, float | None]:
+    """Return the rotary embedding from projections to scores, and the factor of queries.
+
+    It is found by trial, so that no table has to say how a family pairs coordinates.
+
+    Args:
+        projected: Outputs of the projections "q" and "k" in float32; shape (sequences, heads,
+            length, head_dim).
+        scored: The same as they enter the scores, in the model's element type.
+        position_embeddings: Cosines and sines, if the module got any.
+
+    Returns:
+        The rotation, None without one; and the factor, None where nothing agrees, as with a norm
+        in between.
+    """
+    query, key = scored["q"], scored["k"]
+    exact = query.dtype in (torch.float32, torch.float64)
+    tolerance = _AGREES if exact else 20 * _AGREES
+    for rotation in (None, *_candidates(position_embeddings, *query.shape[2:])):
+        rotated = [
+            projected[role] if rotation is None else rotation.rotate(projected[role])
+            for role in ("q", "k")
+        ]
+        if rotated[0].shape != query.shape or rotated[1].shape != key.shape:
+            continue
+        wanted = query.float()
+        factor = float((rotated[0] * wanted).sum() / rotated[0].square().sum().clamp(min=1e-30))
+        agrees = _close(rotated[0] * factor, wanted, tolerance)
+        if agrees and _close(rotated[1], key.float(), tolerance):
+            return rotation, factor
+    return None, None
+
+
+def _candidates(position_embeddings: Any, length: int, head_dim: int) -> Iterator[Rotation]:
+    if not (isinstance(position_embeddings, tuple) and len(position_embeddings) == 2):
+        return
+    cos, sin = (
+        table.float()[0] if table.dim() == 3 else table.float() for table in position_embeddings
+    )
+    if cos.dim() != 2 or cos.shape[0] != length:
+        return
+    width = cos.shape[1]
+    half = width // 2
+    if width <= head_dim and width % 2 == 0:
+        yield Rotation(RotaryPairs.halves(width, head_dim), cos[:, :half], sin[:, :half])
+        yield Rotation(RotaryPairs.interleaved(width, head_dim), cos[:, ::2], sin[:, ::2])
+        yield Rotation(RotaryPairs.interleaved(width, head_dim), cos[:, :half], sin[:, :half])
+    if 2 * width <= head_dim:  # one angle per pair
+        yield Rotation(RotaryPairs.halves(2 * width, head_dim), cos, sin)
+
+
+def _close(got: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    return bool((got - wanted).abs().max() <= tolerance * wanted.abs().max().clamp(min=1e-30))

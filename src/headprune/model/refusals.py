@@ -1,31 +1,28 @@
-"""What headprune does not load or train on, each said in one sentence with what to do."""
+"""What headprune does not open or train on: one short sentence each."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from headprune.errors import CheckpointError, FamilyError
-from headprune.family import FAMILIES, Family
+from headprune.family import FAMILIES
 from headprune.io.parsing import first_problem
 from headprune.model.attention import family_of
-from headprune.model.base_names import below_base
-from headprune.model.batch import own_padding_id
+from headprune.model.batch import CLASSIFIERS, own_padding_id, task_of
+from headprune.model.skeleton import below_base
 from headprune.model.stored import find_file, weight_files
-from headprune.model.tasks import CLASSIFIERS, task_of
 from headprune.runtime import MANIFEST, modeling_headprune
 from headprune.schemas.records import Description, Recorded
 
-# what becomes of a quantised model
+# why a quantised model is refused
 PACKED = (
     "packed weights cannot be cut, merged or exported. Give the unquantised model that it was made "
     "from, and quantise the result."
@@ -58,13 +55,12 @@ def conversion(pickle: str) -> str:
     )
 
 
-def refuse_pickles(model: str | Path) -> None:
-    """Refuses a folder without the safetensors that transformers reads.
+def refuse_pickles(path: Path) -> None:
+    """Refuse a folder without the safetensors that transformers reads.
 
     Raises:
-        CheckpointError: Naming the pickles or other safetensors that are there, if any.
+        CheckpointError: With the pickle or the other safetensors that are there.
     """
-    path = Path(model)
     if not path.is_dir() or weight_files(path):
         return
     files = sorted(path.iterdir())
@@ -72,15 +68,15 @@ def refuse_pickles(model: str | Path) -> None:
     others = [file.name for file in files if file.suffix == ".safetensors"]
     if others:
         raise CheckpointError(
-            f"'{model}' has no model.safetensors, the file that transformers reads, but "
+            f"'{path}' has no model.safetensors, the file that transformers reads, but "
             f"'{others[0]}'. If that holds the whole model, rename it."
         )
     refuse_pickles_among(files)
-    raise CheckpointError(f"'{model}' has a config.json but no *.safetensors weights beside it.")
+    raise CheckpointError(f"'{path}' has a config.json but no *.safetensors weights beside it.")
 
 
 def refuse_adapter(model: str | Path, ask: bool = True, **where: Any) -> None:
-    """Refuses an adapter, alone or beside a model: transformers applies it where peft is installed.
+    """Refuse an adapter: transformers would apply it where peft is installed.
 
     Args:
         model: Folder or hub id.
@@ -88,45 +84,17 @@ def refuse_adapter(model: str | Path, ask: bool = True, **where: Any) -> None:
         **where: ``subfolder``, ``revision``, ``cache_dir`` and ``token``.
 
     Raises:
-        CheckpointError: Saying how to merge it.
+        CheckpointError: If there is one.
     """
-    if find_file(model, ADAPTER_CONFIG_NAME, **where, ask=ask) is None:
-        return
-    where_it_is, instead = "without its model", "give the result"
-    if find_file(model, "config.json", **where):
-        where_it_is = "beside the model, which transformers applies where peft is installed"
-        instead = "move its files away"
-    raise CheckpointError(
-        f"'{model}' holds an adapter ({ADAPTER_CONFIG_NAME}) {where_it_is}. Merge it into the "
-        f"model with PeftModel.merge_and_unload, and {instead}."
-    )
-
-
-def refuse_foreign_layers(model: str | Path, content: Mapping[str, Any]) -> None:
-    """Refuses settings of single layers that headprune did not write, and would not carry.
-
-    Args:
-        model: The folder.
-        content: Its config.json.
-
-    Raises:
-        CheckpointError: Naming the settings.
-    """
-    parts = [content, *(part for part in content.values() if isinstance(part, dict))]
-    layers = [part["per_layer_config"] for part in parts if part.get("per_layer_config")]
-    if not layers or "headprune" in content:
-        return
-    entries = layers[0].values() if isinstance(layers[0], dict) else ()
-    names = sorted({name for entry in entries if isinstance(entry, dict) for name in entry})
-    raise CheckpointError(
-        f"The config.json of '{model}' sets layers apart (per_layer_config: "
-        f"{', '.join(names[:4])}), which no supported family reads and no result would keep. Take "
-        "the entry out if the model computes the same without it."
-    )
+    if find_file(model, ADAPTER_CONFIG_NAME, **where, ask=ask) is not None:
+        raise CheckpointError(
+            f"'{model}' holds an adapter ({ADAPTER_CONFIG_NAME}). Merge it into its model with "
+            "PeftModel.merge_and_unload and give the result, or move its files away."
+        )
 
 
 def quantised_by(config: PreTrainedConfig) -> str | None:
-    """The method that packed a checkpoint's weights; None where they are plain numbers."""
+    """Return the method that packed a checkpoint's weights; None for plain numbers."""
     packed = getattr(config, "quantization_config", None)
     if packed is None:
         return None
@@ -136,10 +104,10 @@ def quantised_by(config: PreTrainedConfig) -> str | None:
 
 
 def refuse_quantised(model: str | Path, config: PreTrainedConfig) -> None:
-    """Refuses a checkpoint whose weights are packed.
+    """Refuse a checkpoint whose weights are packed.
 
     Raises:
-        CheckpointError: Naming the method.
+        CheckpointError: With the method.
     """
     method = quantised_by(config)
     if method is not None:
@@ -149,15 +117,15 @@ def refuse_quantised(model: str | Path, config: PreTrainedConfig) -> None:
 def checked_description(
     model: str | Path, config: PreTrainedConfig, record: Recorded | None
 ) -> dict[str, Any]:
-    """The description of heads in a config, with headprune's own row of the family.
+    """Return the description of heads in a config, with headprune's row of the family.
 
     Args:
         model: Folder or hub id.
         config: Its config.
-        record: What its manifest says; None without one.
+        record: Its manifest; None without one.
 
     Raises:
-        CheckpointError: If it is damaged, of a later schema, or not what the manifest says.
+        CheckpointError: If it is damaged, of a later schema, or not that of the manifest.
     """
     description, known = config.headprune, modeling_headprune.SCHEMA
     version = description.get("schema_version") if isinstance(description, dict) else None
@@ -174,74 +142,35 @@ def checked_description(
             f"({first_problem(problem)}). Get the folder again."
         ) from None
     if record is not None and record.layout != sound.layout:
-        differing = sorted(
-            path
-            for path in {*record.layout, *sound.layout}
-            if record.layout.get(path) != sound.layout.get(path)
-        )
+        paths = sorted({*record.layout, *sound.layout})
+        path = next(path for path in paths if record.layout.get(path) != sound.layout.get(path))
         raise CheckpointError(
-            f"The config of '{model}' and its {MANIFEST} describe other heads of "
-            f"'{differing[0]}': one of them is damaged. Get the folder again."
+            f"The config of '{model}' and its {MANIFEST} describe other heads of '{path}': one of "
+            "them is damaged. Get the folder again."
         )
-    if config.model_type not in FAMILIES:
-        return sound.model_dump()
-    row = FAMILIES[config.model_type]
-    _refuse_unknown_ids(model, config, row, sound)
-    return {**sound.model_dump(), "family": row.for_runtime()}
-
-
-def _refuse_unknown_ids(
-    model: str | Path, config: PreTrainedConfig, row: Family, description: Description
-) -> None:
-    """Refuses ids of heads that the original cannot have had.
-
-    A plain config says how many heads are left, and not which: a model of such a family may have
-    been cut before, and its ids go beyond what its config says.
-    """
-    names = (row.query_heads_key, "encoder_attention_heads", "decoder_attention_heads")
-    counts = [getattr(config.get_text_config(), name, None) for name in names]
-    counts += [getattr(config, name, None) for name in names]
-    known = [count for count in counts if isinstance(count, int)]
-    for path, heads in description.layout.items():
-        largest = max((*heads.query_heads, *heads.kv_heads), default=0)
-        if known and not row.native and largest >= max(known):
-            raise CheckpointError(
-                f"The config of '{model}' names head {largest} of '{path}', and the model had "
-                f"{max(known)} heads: it is damaged. Get the folder again."
-            )
+    known_row = config.model_type in FAMILIES
+    row = {"family": FAMILIES[config.model_type].for_runtime()} if known_row else {}
+    return sound.model_dump() | row
 
 
 def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection[str]) -> None:
-    """Refuses to throw away tensors of a checkpoint that the model's class does not take.
-
-    Args:
-        model: Folder or hub id.
-        net: The model as it was loaded.
-        names: The tensors left over.
+    """Refuse to throw away tensors of a checkpoint that the model's class does not take.
 
     Raises:
-        CheckpointError: Naming them, and the class that takes them if there is one.
+        CheckpointError: With their names.
     """
-    names = [name for name in names if not _is_computed(name, names)]
-    if not names:
-        return
-    taking = _classes_that_take(net, names)
-    shown = [name if len(name) <= 48 else f"...{name[-45:]}" for name in sorted(names)[:2]]
-    listed = ", ".join(f"'{name}'" for name in shown) + ", ..." * (len(names) > 2)
-    if not taking:
-        where = f"No class of transformers for {net.config.model_type} takes them; "
-        where += "if the result can do without them, Allowed(drop_unexpected=True) leaves them out."
-    else:
-        where = f"They belong to {' or '.join(taking[:2])}: put "
-        where += f'"architectures": ["{taking[0]}"] into its config.json, or leave them out with '
-        where += "Allowed(drop_unexpected=True)."
-    raise CheckpointError(
-        f"'{model}' holds {len(names)} tensors that {type(net).__name__} does not take, and the "
-        f"result would lack them: {listed}. {where}"
-    )
+    names = sorted(name for name in names if not _is_computed(name, names))
+    if names:
+        shown = [name if len(name) <= 48 else f"...{name[-45:]}" for name in names[:2]]
+        listed = ", ".join(f"'{name}'" for name in shown) + ", ..." * (len(names) > 2)
+        raise CheckpointError(
+            f"'{model}' holds {len(names)} tensors that {type(net).__name__} does not take, and "
+            f"the result would lack them: {listed}. Name the class that takes them as "
+            '"architectures" in config.json, or leave them out with Allowed(drop_unexpected=True).'
+        )
 
 
-# What old checkpoints hold beside weights: masks and tables that are computed from the config.
+# masks and tables in old checkpoints, which are computed from the config
 _COMPUTED = re.compile(
     r"inv_freq$|position_ids$|relative_position_index$|\.version$|\.causal_mask$"
     r"|\.(attn|attention)\.(masked_)?bias$"
@@ -249,15 +178,15 @@ _COMPUTED = re.compile(
 
 
 def _is_computed(name: str, names: Collection[str]) -> bool:
-    """Whether a name is that of a mask or table, and not of the bias of a projection."""
+    """Return whether a name is that of a mask or table, and not of the bias of a projection."""
     weight = name.removesuffix("bias") + "weight"
     return bool(_COMPUTED.search(name)) and weight not in names
 
 
 def passed_over(net: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """The weights of a checkpoint that its class ignores by design, of those with some names.
+    """Return the weights of a checkpoint that its class ignores by design.
 
-    Layers that predict several tokens at once are such: DeepSeek-V3 has one as its last.
+    An example is the last layer of DeepSeek-V3, which predicts several tokens at once.
     """
     patterns = [re.compile(pattern) for pattern in net._keys_to_ignore_on_load_unexpected or ()]
     taken = {below_base(net, name) for name in net.state_dict()}
@@ -270,39 +199,17 @@ def passed_over(net: PreTrainedModel, names: Collection[str]) -> list[str]:
     )
 
 
-def _classes_that_take(net: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """The classes for this kind of config that take these tensors as well, and miss none.
-
-    Some have the same tensors, as those for sequences and for tokens do; the likelier comes first.
-    """
-    there = {below_base(net, name) for name in (*net.state_dict(), *names)}
-    known, found = modeling_headprune.auto_classes(type(net.config)), []
-    likely = ("AutoModelForMaskedLM", "AutoModelForSequenceClassification")
-    for auto in (*(name for name in likely if name in known), *known):
-        cls = known[auto]
-        try:
-            with torch.device("meta"):
-                other = cls(copy.deepcopy(net.config))
-        except (ValueError, TypeError, AttributeError, LookupError, RuntimeError):
-            continue  # needs settings that this config lacks
-        tensors, tied = set(other.state_dict()), set(other.all_tied_weights_keys)
-        missing = {n for n in tensors - tied if below_base(net, n) not in there}
-        if set(names) <= tensors and all("pooler" in name for name in missing):
-            found.append(cls.__name__)
-    return list(dict.fromkeys(found))
-
-
 def refuse_without_text(model: PreTrainedModel, what: str) -> None:
-    """Refuses a model of images or sound where text is needed.
+    """Refuse a model of images or sound where text is needed.
 
     Raises:
-        FamilyError: Saying what can be done with it.
+        FamilyError: With another way to cut it.
     """
     takes = set(inspect.signature(model.forward).parameters)
-    other = takes & {"pixel_values", "input_features", "input_values"}
     if "input_ids" not in takes or "vision" in family_of(model.config).attention:
+        inputs = takes & {"pixel_values", "input_features", "input_values"}
         raise FamilyError(
-            f"{type(model).__name__} takes {', '.join(sorted(other)) or 'no text'}, and {what} "
+            f"{type(model).__name__} takes {', '.join(sorted(inputs)) or 'no text'}, and {what} "
             "reads text. Choose its heads in Python and cut them with 'headprune prune --plan'."
         )
     task = task_of(model)
@@ -315,16 +222,15 @@ def refuse_without_text(model: PreTrainedModel, what: str) -> None:
 
 
 def refuse_without_padding(model: PreTrainedModel, task: str) -> None:
-    """Refuses a classifier that is to read several texts at once and cannot tell where one ends.
+    """Refuse a batch for a classifier that cannot tell where a padded text ends.
 
     One on a decoder reads its class from the last token that is no padding.
 
     Raises:
-        CheckpointError: Saying what its config lacks.
+        CheckpointError: With the missing entry of its config.
     """
     if task in CLASSIFIERS and own_padding_id(model.config) is None:
         raise CheckpointError(
             f"The config.json of this {type(model).__name__} has no pad_token_id, so that it "
-            "cannot tell where a padded text ends. Write one into it: the id of a token that no "
-            "text ends with."
+            "cannot tell where a padded text ends. Add one: a token that no text ends with."
         )

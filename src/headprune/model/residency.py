@@ -1,12 +1,12 @@
-"""One block of a model in memory at a time: weights come when it runs, and go when it is through.
+"""One block of a model in memory at a time: it is filled when it runs, and emptied afterwards.
 
-The forward pass is the model's own. A block is what transformers never splits over devices, mostly
-a layer, and a head with weights of its own, which many passes never come to; all else (embeddings,
-the last norm) stays. What is written into a block is kept in a file of its own, from which the
-block is filled from then on.
+The forward pass is the model's. A block is a module that transformers never splits over devices,
+mostly a layer, or a head with its own weights; embeddings and the last norm stay in memory. Writes
+into a block go to a temporary file, from which it is filled from then on. With gradients a block
+runs as a checkpoint: it keeps its inputs, and runs again, with weights read again, for these.
 
-Where gradients are wanted, a block runs as a checkpoint: of its forward pass its inputs alone are
-kept, and it runs again, with weights read again, when the gradients come by.
+accelerate's offloading (``align_module_device``, ``dispatch_model``) loses what is written to a
+weight, holds every block for the gradient, and does not read ahead.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from headprune.tensors.dtypes import SAFETENSORS
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place for a weight: its module, its name there, and what stands there without one."""
+    """The place of a weight: its module, its name there, and the empty weight."""
 
     owner: nn.Module
     name: str
@@ -46,12 +46,7 @@ class _Slot:
 
 
 class Residency:
-    """Fills the blocks of a model without weights as they run.
-
-    Args:
-        net: The model, on the meta device; its blocks stay there.
-        tensors: What its checkpoint holds.
-        device: Where it computes.
+    """Fills the blocks of a model on the meta device as they run on another device.
 
     Raises:
         Unmapped: If a weight is no tensor of the checkpoint, or no module is a block.
@@ -64,15 +59,13 @@ class Residency:
         device: torch.device,
     ) -> None:
         self.device = device
-        self.changed: dict[str, StoredTensor] = {}
         self.stored_as: Callable[[str], torch.dtype] | None = None
-        self._sources = sources(net, tensors)
-        self._disk = {source: name for name, source in tensors.items()}
+        self._original = sources(net, tensors)
+        self._sources = {**self._original}
         layers = blocks_of(net)
         self.blocks = [*layers, *_own_head(net, layers)]
         self._layers = len(layers)
         self._slots = [_slots(net, block) for block in self.blocks]
-        self._forwards: list[Any] = []
         self._held: Counter[int] = Counter()
         self._filled: dict[str, tuple[nn.Parameter, int]] = {}
         self._reader, self._last = ThreadPoolExecutor(1), -1
@@ -81,71 +74,46 @@ class Residency:
         self._fill_rest(net)
 
     def attach(self) -> None:
-        """Has the blocks of the model come and go from now on."""
+        """Fill and empty the blocks of the model from now on."""
         for number, block in enumerate(self.blocks):
-            self._forwards.append(block.__dict__.get("forward"))
             block.forward = partial(self._run, number, block.forward)
             for module in block.modules():
                 module.__dict__[_PLACE] = (self, number)
 
-    def detach(self) -> None:
-        """Gives the model back its own forward passes."""
-        for block, forward in zip(self.blocks, self._forwards, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward
-            for module in block.modules():
-                del module.__dict__[_PLACE]
-        self._forwards = []
-        self._reader.shutdown()
-
     def written(self) -> dict[str, StoredTensor]:
-        """The weights that were written, by their names in the model."""
-        kept = set(self.changed.values())
-        return {full: source for full, source in self._sources.items() if source in kept}
-
-    def restored(self) -> Callable[[], None]:
-        """Return a function that undoes all that is written to the weights from now on."""
-        noted = {**self._sources}, {**self.changed}
-        self._spool.keep()
-
-        def restore() -> None:
-            self._coming = None  # read ahead, of what they were
-            self._spool.keep()
-            self._sources, self.changed = ({**part} for part in noted)
-
-        return restore
+        """Return the weights that were written, by their names in the model."""
+        return {n: s for n, s in self._sources.items() if s is not self._original[n]}
 
     @contextmanager
     def replaced(self, tensors: Mapping[str, StoredTensor | Tensor]) -> Iterator[None]:
         """Swap weights of blocks for the time of a ``with`` block."""
-        restore = self.restored()
-        try:
+        with self._undone():
             for name, tensor in tensors.items():
                 if isinstance(tensor, Tensor):
-                    self._keep(name, tensor.detach())
-                    continue
-                disk = self._disk[self._sources[name]]
-                self._sources[name] = self.changed[disk] = tensor
-                self._disk[tensor] = disk
-            self._coming = None  # read ahead, of what they were
+                    tensor = self._spool.written(tensor.detach())
+                self._sources[name] = tensor
+            self._coming = None  # read ahead, before the swap
             yield
-        finally:
-            restore()
 
     @contextmanager
     def collecting(self, changed: dict[str, Any]) -> Iterator[None]:
         """Collect the weights that a ``with`` block writes, and undo it at the end."""
-        before, restore = {**self._sources}, self.restored()
+        former = self._sources
+        with self._undone():
+            yield
+            changed |= {n: s for n, s in self._sources.items() if s is not former[n]}
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        former, self._sources = self._sources, {**self._sources}
         try:
             yield
-            changed |= {n: each for n, each in self._sources.items() if each != before[n]}
         finally:
-            restore()
+            self._sources, self._coming = former, None
 
     @contextmanager
     def holding(self, number: int) -> Iterator[None]:
-        """Has the weights of a block there for the time of a ``with`` block."""
+        """Keep a block filled in a ``with`` block."""
         if not self._held[number]:
             self._fill(number)
         self._held[number] += 1
@@ -180,10 +148,10 @@ class Residency:
             self._filled[full] = weight, weight._version
 
     def _read_ahead(self, number: int) -> dict[str, Tensor]:
-        """The weights of a layer, while those of the next begin to be read."""
+        """Return the weights of a layer, and begin to read those of the next."""
         coming, self._coming = self._coming, None
-        asked = coming is not None and coming[0] == number
-        values = coming[1].result() if coming is not None and asked else self._read(number)
+        ahead = coming is not None and coming[0] == number
+        values = coming[1].result() if coming is not None and ahead else self._read(number)
         step = 1 if number > self._last else -1  # backwards through the model, where gradients are
         self._last = number
         if 0 <= number + step < self._layers:
@@ -196,48 +164,37 @@ class Residency:
         for full, slot in self._slots[number].items():
             weight, version = self._filled.pop(full)
             if weight._version != version:
-                self._keep(full, weight.detach())
+                self._sources[full] = self._spool.written(weight.detach())
             slot.owner._parameters[slot.name] = slot.empty
 
     def _read(self, number: int) -> dict[str, Tensor]:
-        """The weights of a block as they are stored, which may take half of the room."""
+        """Return the weights of a block as stored, which may take half of the room."""
         return {full: rows_of(self._sources[full]).to(self.device) for full in self._slots[number]}
-
-    def _value(self, full: str, dtype: torch.dtype) -> Tensor:
-        return rows_of(self._sources[full]).to(self.device, dtype)
 
     def _rounded(self, full: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         if self.stored_as is None or (stored := self.stored_as(full)) == value.dtype:
             return value.to(dtype)
         return value.to(dtype).to(stored).to(dtype)
 
-    def _keep(self, full: str, weight: Tensor) -> None:
-        """Writes a weight to the file of those that changed, where its last version was if any."""
-        before = self._sources[full]
-        disk, kept = self._disk[before], self._spool.written(weight, before)
-        self._sources[full] = self.changed[disk] = kept
-        self._disk[kept] = disk
-
     def _fill_rest(self, net: PreTrainedModel) -> None:
-        """Gives weights to what is in no block, and numbers to all buffers."""
+        """Fill the weights outside of blocks, and all buffers."""
         inside = {full for slots in self._slots for full in slots}
         filled: dict[int, nn.Parameter] = {}  # tied ones stay tied
         for full, weight in net.named_parameters(remove_duplicate=False):
             if full in inside:
                 continue
-            owner, name = net.get_submodule(full.rpartition(".")[0]), full.rpartition(".")[2]
             if id(weight) not in filled:
-                value = self._value(full, weight.dtype)
+                value = rows_of(self._sources[full]).to(self.device, weight.dtype)
                 filled[id(weight)] = nn.Parameter(value, weight.requires_grad)
-            owner._parameters[name] = filled[id(weight)]
+            owner, _, name = full.rpartition(".")
+            net.get_submodule(owner)._parameters[name] = filled[id(weight)]
         with init_empty_weights(include_buffers=False):
             fresh = dict(type(net)(net.config).named_buffers())
         for full, buffer in list(net.named_buffers()):
-            value = fresh[full].to(buffer.dtype)
-            if full in self._sources:
-                value = self._value(full, buffer.dtype)
-            owner, name = net.get_submodule(full.rpartition(".")[0]), full.rpartition(".")[2]
-            owner._buffers[name] = value.to(self.device)
+            saved = full in self._sources
+            value = rows_of(self._sources[full]) if saved else fresh[full]
+            owner, _, name = full.rpartition(".")
+            net.get_submodule(owner)._buffers[name] = value.to(self.device, buffer.dtype)
 
 
 class _Spool:
@@ -245,22 +202,17 @@ class _Spool:
 
     def __init__(self) -> None:
         self._file, self._path = temporary_file()
-        self._end = self._kept = 0
+        self._end = 0
         weakref.finalize(self, os.close, self._file)
 
-    def keep(self) -> None:
-        """Overwrites nothing of what is there."""
-        self._kept = self._end
-
-    def written(self, tensor: Tensor, before: StoredTensor) -> StoredTensor:
-        """Writes a tensor in the place of its last version, or behind all others.
+    def written(self, tensor: Tensor) -> StoredTensor:
+        """Write a tensor behind all others.
 
         Raises:
             CheckpointError: If there is no room for it.
         """
-        content, start = bytes_of(tensor.cpu().contiguous()).numpy().data, before.start
-        if before.file != self._path or start < self._kept:
-            start, self._end = self._end, self._end + len(content)
+        content, start = bytes_of(tensor.cpu().contiguous()).numpy().data, self._end
+        self._end += len(content)
         done = 0
         try:
             while done < len(content):
@@ -274,20 +226,20 @@ class _Spool:
         return StoredTensor(name, tuple(tensor.shape), self._path, start)
 
 
-_PLACE = "headprune_place"  # of a module: what fills it, and which block it is in
+_PLACE = "headprune_place"  # of a module: its Residency, and the number of its block
 _RECOMPUTING: list[bool] = []
 
 
 @contextmanager
 def present(module: nn.Module) -> Iterator[None]:
-    """Has the weights of a module there for the time of a ``with`` block, wherever they are."""
+    """Keep the weights of a module in memory in a ``with`` block."""
     place: tuple[Residency, int] | None = module.__dict__.get(_PLACE)
     with nullcontext() if place is None else place[0].holding(place[1]):
         yield
 
 
 def recomputing() -> bool:
-    """Whether a block runs a second time, for its gradients alone."""
+    """Return whether a block runs a second time, for its gradients alone."""
     return bool(_RECOMPUTING)
 
 
@@ -305,7 +257,7 @@ def _recomputed() -> Iterator[None]:
 
 
 def runs_by_layers(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether a model without weights can be run layer by layer from these tensors."""
+    """Return whether a model on the meta device can run layer by layer from these tensors."""
     try:
         blocks_of(net)
         sources(net, tensors)
@@ -315,27 +267,27 @@ def runs_by_layers(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) ->
 
 
 def residency_of(net: nn.Module) -> Residency | None:
-    """What fills the blocks of a model; None for one that is in memory as a whole."""
+    """Return the residency of a model; None if it is in memory as a whole."""
     return next((m.__dict__[_PLACE][0] for m in net.modules() if _PLACE in m.__dict__), None)
 
 
 def blocks_of(net: PreTrainedModel) -> list[nn.Module]:
-    """The modules that are not split, without those inside of others, and the embeddings."""
+    """Return the outermost modules that are not split, without the embeddings."""
     kinds, embeddings = set(net._no_split_modules or ()), None
     with suppress(NotImplementedError):  # a model of images may have none
         embeddings = net.get_input_embeddings()
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     for name, module in net.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in found)
+        inside = any(name.startswith(f"{other}.") for other in blocks)
         if type(module).__name__ in kinds and not inside and embeddings not in module.modules():
-            found[name] = module
-    if not found:
+            blocks[name] = module
+    if not blocks:
         raise Unmapped(f"{type(net).__name__} does not say which of its modules are layers.")
-    return list(found.values())
+    return list(blocks.values())
 
 
 def _own_head(net: PreTrainedModel, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The output embeddings, if nothing else has their weights."""
+    """Return the output embeddings, if they share no weight."""
     head = net.get_output_embeddings()
     if head is None:
         return []
@@ -355,7 +307,7 @@ def _slots(net: PreTrainedModel, block: nn.Module) -> dict[str, _Slot]:
 
 
 def sources(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Where the checkpoint has every weight, and every buffer that is saved.
+    """Return the stored tensor of every weight, and of every buffer that is saved.
 
     Raises:
         Unmapped: If one is no tensor of it.

@@ -1,7 +1,7 @@
-"""Models without weights, built from config and headers alone, and what their tensors are on disk.
+"""Models without weights, built from config and headers, and the names of tensors on disk.
 
-transformers' own loader builds them, from tensors without numbers: what it renames, fuses, misses
-and finds superfluous is the same as when it reads the numbers.
+transformers' loader builds them from empty tensors, so that it renames, fuses and misses the same
+as with the numbers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,30 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from headprune.errors import HeadpruneError
 from headprune.family import FAMILIES
 from headprune.io.shards import StoredTensor, converted, first_numbers, same_bytes
-from headprune.model.base_names import either_way
 from headprune.model.reading import damage_is, needs_package
 from headprune.runtime.modeling_headprune import find_attention
 from headprune.tensors.dtypes import SAFETENSORS
 
-SAMPLE = 64  # numbers of every output projection that tell models apart
-_SAMPLE = "headprune_sample"  # of a weight that is not there: these numbers
+SAMPLE = 64  # numbers of every output projection in the fingerprint
+_SAMPLE = "headprune_sample"  # of a weight on the meta device: these numbers
 
 
 class Unmapped(HeadpruneError):
-    """A tensor of a model that is no tensor of its checkpoint, but made of several."""
+    """A tensor of a model that is made of several tensors of its checkpoint."""
+
+
+def below_base(net: PreTrainedModel, name: str) -> str:
+    """Return a name without the base model's prefix, which models without a head lack."""
+    return name.removeprefix(f"{net.base_model_prefix}.")
+
+
+def either_way(net: PreTrainedModel, name: str) -> tuple[str, str, str]:
+    """Return a name as it is, without the base model's prefix, and with it."""
+    return name, below_base(net, name), f"{net.base_model_prefix}.{name}"
 
 
 def without_weights(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Builds a model that takes no memory.
+    """Build a model on the meta device.
 
     Raises:
         CheckpointError: If the class cannot be built from this config.
@@ -45,9 +54,9 @@ def without_weights(cls: type[PreTrainedModel], config: PreTrainedConfig) -> Pre
     refusal = f"The config of '{name}' is damaged, as no {cls.__name__} can be built from it"
     refused = damage_is(lambda why: needs_package(name, why) or f"{refusal}: {why}.")
     with refused, torch.device("meta"):
-        with no_init_weights():  # half of the time, for numbers that nothing holds
+        with no_init_weights():  # which takes half of the time
             net = cls(copy.deepcopy(config))
-        net.tie_weights(recompute_mapping=False)  # it would have been a part of that
+        net.tie_weights(recompute_mapping=False)  # initialisation would have done it
         return net
 
 
@@ -58,14 +67,7 @@ def built(
     tensors: Mapping[str, StoredTensor],
     options: Mapping[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Builds a model on the meta device, and says what its checkpoint lacks and has beyond it.
-
-    Args:
-        cls: Its class.
-        model: Folder or hub id.
-        config: Its config.
-        tensors: What its checkpoint holds.
-        options: Other arguments of ``from_pretrained``.
+    """Build a model on the meta device from headers, with the loading info of transformers.
 
     Raises:
         Unmapped: If an output projection is no tensor of the checkpoint.
@@ -76,14 +78,14 @@ def built(
     }
     net, info = _filled(cls, model, config, empty, {**options, "device_map": {"": "meta"}})
     _tie_same(net, tensors)
-    if config.model_type in FAMILIES:  # attention_of says it better
+    if config.model_type in FAMILIES:
         _sample_outputs(net, FAMILIES[config.model_type].for_runtime(), tensors)
     return net, info
 
 
 @dataclass(frozen=True)
 class _Unread:
-    """A tensor of a file, read once transformers asks for its numbers."""
+    """A tensor of a file, read when transformers indexes it."""
 
     source: StoredTensor
     dtype: torch.dtype
@@ -99,16 +101,10 @@ def widening(
     tensors: Mapping[str, StoredTensor],
     options: Mapping[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Loads a model of a narrower checkpoint in the memory that its weights take.
+    """Load a model of a narrower checkpoint in the memory that its weights take.
 
-    transformers maps whole files until the last tensor is there, and converts copies of them.
-
-    Args:
-        cls: Its class.
-        model: Folder or hub id.
-        config: Its config.
-        tensors: What its checkpoint holds.
-        options: Other arguments of ``from_pretrained``, with the element type as "dtype".
+    transformers alone maps whole files until the last tensor is there, and converts copies.
+    Arguments are those of ``built``; ``options`` has the element type as "dtype".
     """
     unread = {name: _Unread(tensor, options["dtype"]) for name, tensor in tensors.items()}
     return _filled(cls, model, config, unread, options)
@@ -121,7 +117,7 @@ def _filled(
     values: Mapping[str, Tensor | _Unread],
     options: Mapping[str, Any],
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model of these tensors, with what transformers reads beside them in its folder."""
+    """Load a model from these tensors, with the settings of generation from its folder."""
     given = {"config": config, "state_dict": values, "output_loading_info": True}
     net, info = cls.from_pretrained(None, **{**options, **given})
     if net.can_generate():
@@ -131,7 +127,7 @@ def _filled(
 
 
 def _generation_config(model: str, options: Mapping[str, Any]) -> GenerationConfig:
-    """The settings of generation where transformers looks for them: config.json is the second."""
+    """Return the settings of generation: from their file, or else from config.json."""
     hub = ("revision", "cache_dir", "subfolder", "token", "local_files_only", "force_download")
     where = {name: options[name] for name in hub if name in options}
     try:
@@ -142,7 +138,7 @@ def _generation_config(model: str, options: Mapping[str, Any]) -> GenerationConf
 
 
 def _tie_same(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> None:
-    """Ties what a checkpoint holds twice, if it is the same, as loading with numbers does."""
+    """Tie equal tensors that a checkpoint holds twice, as loading with numbers does."""
     names = Names.of(net)
     for target, source in list(net.all_tied_weights_keys.items()):
         tied = net.get_parameter_or_buffer(source)
@@ -156,7 +152,7 @@ def _tie_same(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> None
 
 
 def sample_of(weight: Tensor) -> Tensor:
-    """The first numbers of a weight, which a model without weights has noted."""
+    """Return the first numbers of a weight; those of one on the meta device were noted."""
     if weight.is_meta:
         noted: Tensor = vars(weight)[_SAMPLE]
         return noted
@@ -166,7 +162,7 @@ def sample_of(weight: Tensor) -> Tensor:
 def _sample_outputs(
     net: PreTrainedModel, family: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> None:
-    """Notes the numbers of every output projection that tell models apart."""
+    """Note the first numbers of every output projection for the fingerprint."""
     try:
         attentions = find_attention(net, family)
     except ValueError:  # attention_of says it better
@@ -181,11 +177,11 @@ def _sample_outputs(
 
 @dataclass(frozen=True)
 class Names:
-    """What the tensors of a model are called on disk, once it is saved.
+    """The names of a model's tensors on disk, once it is saved.
 
     Attributes:
-        tensors: The tensors that are saved, by their names there.
-        disk: These names by those in the model; without tensors that are fused or split on the way.
+        tensors: The saved tensors by their names on disk.
+        disk: Names on disk by names in the model; without tensors that are fused or split.
     """
 
     tensors: dict[str, Tensor]
@@ -193,7 +189,7 @@ class Names:
 
     @classmethod
     def of(cls, net: PreTrainedModel) -> Names:
-        """The names of a model that was loaded, and is saved as ``save_pretrained`` does."""
+        """Return the names by which ``save_pretrained`` would save a loaded model."""
         state = net.state_dict()
         for name in net._keys_to_ignore_on_save or ():
             state.pop(name, None)
@@ -205,12 +201,7 @@ class Names:
     def source(
         self, net: PreTrainedModel, live: str, tensors: Mapping[str, StoredTensor]
     ) -> StoredTensor:
-        """The tensor of the checkpoint that one of the model is.
-
-        Args:
-            net: The model.
-            live: Its name in the model.
-            tensors: What the checkpoint holds.
+        """Return the tensor of the checkpoint that the model has as ``live``.
 
         Raises:
             Unmapped: If there is none.
@@ -224,7 +215,7 @@ class Names:
 def stored_as(
     net: PreTrainedModel, disk: str, shape: tuple[int, ...], tensors: Mapping[str, StoredTensor]
 ) -> StoredTensor:
-    """The tensor of a checkpoint that would be saved under a name, with the prefix or without.
+    """Return the tensor that a checkpoint has under a name, with the prefix or without.
 
     Raises:
         Unmapped: If there is none of that shape.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from headprune.model.batch import CLASSIFIERS, most_tokens, task_of
 from headprune.model.cost import GENERATES
-from headprune.model.lengths import most_tokens
-from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.placement import alone_on_device, input_device
 from headprune.model.probes import with_one_end
 
@@ -50,15 +49,6 @@ class Speed:
     device: str
 
 
-class Once(NamedTuple):
-    """One repeat: seconds for the prompt and for the tokens after it, and what that took."""
-
-    prefill: float
-    decode: float
-    peak_memory: int
-    device: str = ""
-
-
 def measure(
     models: Sequence[PreTrainedModel],
     prompt_tokens: int = 256,
@@ -66,42 +56,39 @@ def measure(
     repeats: int = 5,
     batches: Sequence[int] = (1,),
 ) -> list[Speed]:
-    """Times models in turn (A B A B ...), so that a drift of the machine hits all alike.
+    """Time models in turn (A B A B ...), so that a drift of the machine hits all alike.
 
-    Prompt and continuation shrink to what the model with the fewest positions has room for.
+    Prompt and continuation shrink to the positions of the model with the fewest.
     """
     ids, decoded = _prompt(models, prompt_tokens, decoded)
-    last: list[Once] = [Once(0, 0, 0)] * len(models)
-    sizes = sorted({1, *(batches if task_of(models[0]) in GENERATES else ())})
+    generates = task_of(models[0]) in GENERATES
+    sizes = sorted({1, *(batches if generates else ())})
     prefills: list[list[float]] = [[] for _ in models]
     decodes: list[dict[int, list[float]]] = [{size: [] for size in sizes} for _ in models]
+    peaks, places = [0] * len(models), [""] * len(models)
     for repeat in range(repeats + 1):
         for size, (index, model) in itertools.product(sizes, enumerate(models)):
-            once = _once(model, ids.expand(size, -1), decoded)
-            peak = max(last[index].peak_memory, once.peak_memory)
-            last[index] = once._replace(peak_memory=peak)
+            prefill, decode, peak, places[index] = _once(model, ids.expand(size, -1), decoded)
+            peaks[index] = max(peaks[index], peak)
             if repeat:  # the first round warms up
-                decodes[index][size].append(once.decode)
+                decodes[index][size].append(decode)
                 if size == 1:
-                    prefills[index].append(once.prefill)
-    rates = [
-        {size: size * decoded / median(times) for size, times in of_model.items()}
-        if task_of(model) in GENERATES
-        else {}
-        for model, of_model in zip(models, decodes, strict=True)
-    ]
-    return [
-        Speed(
-            prefill_tokens_per_s=ids.shape[1] / median(prefills[index]),
-            decode_tokens_per_s=rates[index].get(1),
-            decode_by_batch=rates[index],
-            prompt_tokens=ids.shape[1],
-            decoded_tokens=decoded,
-            peak_memory_bytes=last[index].peak_memory,
-            device=last[index].device,
+                    prefills[index].append(prefill)
+    speeds = []
+    for index, by_size in enumerate(decodes):
+        rates = {n: n * decoded / median(times) for n, times in by_size.items() if generates}
+        speeds.append(
+            Speed(
+                prefill_tokens_per_s=ids.shape[1] / median(prefills[index]),
+                decode_tokens_per_s=rates.get(1),
+                decode_by_batch=rates,
+                prompt_tokens=ids.shape[1],
+                decoded_tokens=decoded,
+                peak_memory_bytes=peaks[index],
+                device=places[index],
+            )
         )
-        for index in range(len(models))
-    ]
+    return speeds
 
 
 def ratios(
@@ -111,10 +98,9 @@ def ratios(
     decoded: int = 16,
     repeats: int = 15,
 ) -> dict[str, NDArray[np.float64]]:
-    """How many times as fast as a reference model: one number per repeat, at batch size 1.
+    """Return the speed over that of a reference model, per repeat, at batch size 1.
 
-    Each repeat times both models, one right after the other and first in turn, so that the
-    machine's load and clock hit both.
+    Each repeat times both models one after the other, each first in turn.
 
     Returns:
         "prefill_tokens_per_s" and, for models that generate, "decode_tokens_per_s", of shape
@@ -134,7 +120,7 @@ def ratios(
 def _prompt(
     models: Sequence[PreTrainedModel], prompt_tokens: int, decoded: int
 ) -> tuple[Tensor, int]:
-    """A prompt, shape (1, length), and how many tokens follow; both fit into every model."""
+    """Return a prompt, shape (1, length), and the tokens to decode; both fit into every model."""
     room = prompt_tokens + decoded
     positions = min(most_tokens(m.config) or room for m in models)
     decoded = min(decoded, positions // 2)
@@ -147,19 +133,18 @@ def _prompt(
     return ids, decoded
 
 
-def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> Once:
-    """Times a prompt and ``decoded`` greedy tokens after it."""
+def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, float, int, str]:
+    """Return seconds for the prompt and the tokens after it, peak memory, and the device."""
     with alone_on_device(model):
         device = input_device(model)
-        times = _times(model, ids.to(device), decoded)
-        return Once(*times, _peak_memory(device), device=str(device))
+        return *_times(model, ids.to(device), decoded), _peak_memory(device), str(device)
 
 
 @torch.no_grad()
 def _times(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, float]:
-    """Seconds for the prompt, and for ``decoded`` greedy tokens after it.
+    """Return seconds for the prompt, and for ``decoded`` greedy tokens after it.
 
-    The prompt of an encoder-decoder is its source; its continuation starts from one token.
+    The prompt of an encoder-decoder is its source.
     """
     task = task_of(model)
     if task not in GENERATES:

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint on disk, and the element types that a result keeps.
+"""The tensors of a checkpoint on disk, their element types, and the id of its files.
 
-Work is done in float32 (``model.precision``); a result is written as its original was, every
-tensor in the element type that it had there. Nothing here reads more of a file than its header.
+A result keeps the element type of every tensor, though work is done in float32
+(``model.precision``). Only headers are read, except for the id.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
-from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -26,11 +26,12 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headprune.errors import CheckpointError
 from headprune.io import hub
-from headprune.io.parsing import read_json, validated
+from headprune.io.folders import digest_of, hashing
+from headprune.io.parsing import read_json
 from headprune.io.shards import StoredTensor, tensors_in
-from headprune.model.base_names import either_way
-from headprune.model.reading import read_config_file
+from headprune.model.reading import read_config_file, read_index, read_record
 from headprune.model.residency import residency_of
+from headprune.model.skeleton import either_way
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 from headprune.tensors.shards import parts_of, whole
 
@@ -38,7 +39,7 @@ _FLOATS = {name: SAFETENSORS[name] for name in ("F64", "F32", "F16", "BF16")}
 
 
 def stored_tensors(model: str | Path, **where: Any) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by their names on disk; empty for a hub id not in the cache.
+    """Return the tensors of a checkpoint by name; none for a hub id not in the cache.
 
     Args:
         model: Folder or hub id.
@@ -60,7 +61,7 @@ def stored_tensors(model: str | Path, **where: Any) -> dict[str, StoredTensor]:
 
 
 def fetch_weights(model: str | Path) -> None:
-    """Brings the safetensors of a hub model into the cache, as transformers would choose them.
+    """Bring the safetensors of a hub model into the cache, as transformers would choose them.
 
     Raises:
         CheckpointError: If the index of its files is damaged.
@@ -68,36 +69,26 @@ def fetch_weights(model: str | Path) -> None:
     _chosen(lambda name: find_file(model, name, ask=True))
 
 
-def model_files(model: str | Path) -> list[Path]:
-    """Where config.json and the weights lie; empty for a hub id not in the cache."""
+def _model_files(model: str | Path) -> list[Path]:
+    """Return the paths of config.json and the weights; none for a hub id not in the cache."""
     files = [find_file(model, "config.json"), *weight_files(model).values()]
     present = [file for file in files if file is not None]
     return present if files[0] is not None and len(present) > 1 else []
 
 
 def weight_files(model: str | Path, **where: Any) -> dict[str, Path | None]:
-    """The files that transformers reads, by name; None for a shard that is not there.
-
-    Args:
-        model: Folder or hub id.
-        **where: As for ``stored_tensors``.
-
-    Raises:
-        CheckpointError: If the index of the shards is damaged.
-    """
+    """Return the weight files by name; None for a missing shard. As for ``stored_tensors``."""
     return _chosen(lambda name: find_file(model, name, **where))
 
 
 def _chosen(find: Callable[[str], Path | None]) -> dict[str, Path | None]:
-    """The weights that config.json names, or else what transformers looks for, in its order."""
+    """Return the weights that config.json names, or else the usual ones."""
     config = find("config.json")
     named = read_config_file(config).get("transformers_weights") if config is not None else None
     for name in [named] if named else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]:
         file = find(name)
         if file is not None and name.endswith(".index.json"):
-            return {
-                shard: find(shard) for shard in sorted({*_read_index(file).weight_map.values()})
-            }
+            return {shard: find(shard) for shard in read_index(file)}
         if file is not None:
             return {name: file}
     return {}
@@ -112,16 +103,16 @@ def find_file(
     ask: bool = False,
     token: str | bool | None = None,
 ) -> Path | None:
-    """A file of a folder, or of a hub model.
+    """Return a file of a folder or of a hub model; None if it is not there.
 
     Args:
         model: Folder or hub id.
         name: The file.
-        subfolder: Folder that it is in.
-        revision: Branch, tag or commit of a hub model.
+        subfolder: As for transformers; also ``revision``, ``cache_dir`` and ``token``.
+        revision: Branch, tag or commit.
         cache_dir: The cache of the hub; None for the usual one.
-        ask: Whether the hub is asked for a file that the cache does not know of.
-        token: What the hub is asked with; None for the one that is logged in.
+        ask: Whether the hub is asked for a file that its cache does not know.
+        token: For the hub; None for the one that is logged in.
     """
     inside = f"{subfolder}/{name}" if subfolder else name
     if Path(model).is_dir():
@@ -129,32 +120,11 @@ def find_file(
         return file if file.is_file() else None
     try:
         cached = try_to_load_from_cache(str(model), inside, cache_dir, revision)
-    except HFValidationError:  # neither a folder nor a name on the hub, which reading it tells
+    except HFValidationError:  # reading the config refuses it
         return None
     if cached is None and ask:
         return hub.fetched(model, inside, revision=revision, cache_dir=cache_dir, token=token)
     return Path(cached) if isinstance(cached, str) else None
-
-
-class _Index(BaseModel):
-    """Which file every tensor is in; transformers needs the metadata, whatever they are."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    metadata: dict[str, Any]
-    weight_map: Annotated[dict[str, str], Field(min_length=1)]
-
-    @field_validator("weight_map")
-    @classmethod
-    def _inside(cls, weight_map: dict[str, str]) -> dict[str, str]:
-        for name in weight_map.values():
-            if Path(name).name != name or not name.endswith(".safetensors"):
-                raise ValueError(f"'{name}' is no safetensors file in its own folder")
-        return weight_map
-
-
-def _read_index(path: Path) -> _Index:
-    return validated(_Index, read_json(path), path)
 
 
 @dataclass(frozen=True)
@@ -162,15 +132,15 @@ class StoredDtypes:
     """The element types that a model's tensors are written in.
 
     Attributes:
-        default: That of most elements.
-        exceptions: Those of other tensors, by the name in the live model.
+        default: Type of most elements.
+        exceptions: Types of other tensors, by the name in the live model.
     """
 
     default: torch.dtype
     exceptions: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def of(self, name: str) -> torch.dtype:
-        """The element type of one tensor."""
+        """Return the element type of one tensor."""
         return self.exceptions.get(name, self.default)
 
     @property
@@ -180,14 +150,14 @@ class StoredDtypes:
         return ", ".join(map(dtype_name, every))
 
     def narrows(self, net: PreTrainedModel) -> bool:
-        """Whether some weight has more digits than what is stored of it."""
+        """Return whether some weight has more digits than its stored type."""
         return any(_bits(self.of(name)) < _bits(tensor.dtype) for name, tensor in _floating(net))
 
     def refuse_overflow(self, net: PreTrainedModel) -> None:
-        """Refuses finite weights that these types cannot hold.
+        """Refuse finite weights that these types cannot hold.
 
         Raises:
-            CheckpointError: Naming the first such tensor.
+            CheckpointError: With the first such tensor.
         """
         for name, tensor in _floating(net):
             limit = torch.finfo(self.of(name)).max
@@ -203,7 +173,7 @@ class StoredDtypes:
 
     @torch.no_grad()
     def round(self, net: PreTrainedModel) -> bool:
-        """Rounds every weight to what will be stored of it, in place; whether any changed.
+        """Round every weight to its stored type, in place; return whether any changed.
 
         Raises:
             CheckpointError: If a weight overflows.
@@ -223,17 +193,17 @@ class StoredDtypes:
 
     @torch.no_grad()
     def cast(self, net: PreTrainedModel) -> None:
-        """Turns every weight into the type that it is stored in, in place, one after the other."""
+        """Cast every weight to its stored type, in place, one after the other."""
         for name, tensor in _floating(net):
             tensor.data = tensor.data.to(self.of(name))
         for config in _configs(net):
             config.dtype = self.default
 
     def save(self, net: PreTrainedModel, folder: Path, **how: Any) -> None:
-        """Casts a model and writes it; its config names the type of most weights.
+        """Cast a model and write it; its config names the type of most weights.
 
         Raises:
-            CheckpointError: If transformers loads its config and writes it not.
+            CheckpointError: If transformers does not write its config.
         """
         self.cast(net)
         try:
@@ -270,18 +240,18 @@ def stored_dtypes(
     for name, dtype in floats.items():
         counts[dtype] += tensors[name].elements
     default = counts.most_common(1)[0][0]
-    found: dict[int, torch.dtype] = {}  # by tensor: tied ones have several names, one on disk
+    by_tensor: dict[int, torch.dtype] = {}  # tied ones have several names, one on disk
     if len(counts) > 1:
         for name, tensor in _floating(net):
             kinds = {floats[n] for n in _names_on_disk(net, name, tensor) if n in floats}
             if len(kinds) == 1 and kinds != {default}:
-                found[id(tensor)] = kinds.pop()
-    exceptions = {name: found[id(t)] for name, t in _floating(net) if id(t) in found}
+                by_tensor[id(tensor)] = kinds.pop()
+    exceptions = {n: by_tensor[id(t)] for n, t in _floating(net) if id(t) in by_tensor}
     return StoredDtypes(default, exceptions)
 
 
 def commonest_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype | None:
-    """The element type of most elements; None without any."""
+    """Return the element type of most elements; None without any."""
     counts: Counter[str] = Counter()
     for tensor in tensors.values():
         counts[tensor.dtype] += tensor.elements if tensor.dtype in _FLOATS else 0
@@ -289,10 +259,10 @@ def commonest_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype | None:
 
 
 def refuse_quantised_tensors(model: str | Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuses weights in a type that no model computes in.
+    """Refuse weights in a type that no model computes in.
 
     Raises:
-        CheckpointError: Naming the first such tensor.
+        CheckpointError: With the first such tensor.
     """
     for name, tensor in tensors.items():
         if tensor.dtype.startswith(("F8_", "F6_", "F4")):
@@ -307,7 +277,7 @@ def _bits(dtype: torch.dtype) -> int:
 
 
 def _names_on_disk(net: PreTrainedModel, name: str, tensor: Tensor) -> list[str]:
-    """What a tensor of the live model is called in the checkpoint that it was read from."""
+    """Return the names that a tensor of the live model may have in its checkpoint."""
     names = [*either_way(net, name)]
     with contextlib.suppress(Exception):  # a conversion that one tensor alone does not undergo
         names += revert_weight_conversion(net, {name: torch.empty_like(tensor, device="meta")})
@@ -315,16 +285,51 @@ def _names_on_disk(net: PreTrainedModel, name: str, tensor: Tensor) -> list[str]
 
 
 def _floating(net: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers that are saved, and hold floating-point numbers.
-
-    Sinusoids of positions, which some models (Marian) work out anew when they are loaded, are not.
-    """
-    passed_over = set(net._keys_to_ignore_on_save or ())
+    """Yield the floating-point tensors that are saved; Marian's sinusoids are not."""
+    ignored = set(net._keys_to_ignore_on_save or ())
     for name, tensor in net.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and name not in passed_over:
+        if tensor.is_floating_point() and name not in ignored:
             yield name, tensor
 
 
 def _configs(net: PreTrainedModel) -> list[PreTrainedConfig]:
     parts = [getattr(net.config, name, None) for name in net.config.sub_configs]
     return [net.config, *(part for part in parts if part is not None)]
+
+
+def id_of_model(model: str | Path) -> str | None:
+    """Return the id of a model, which does not depend on its place or name.
+
+    A result has the id of its manifest while config and weights are as written; any other model
+    has the digest of its config and weights.
+
+    Args:
+        model: Folder or hub id.
+
+    Returns:
+        The id; None for a hub model whose files are not in the cache.
+
+    Raises:
+        CheckpointError: If the manifest is damaged.
+    """
+    with identifying(model) as known:
+        return known()
+
+
+@contextmanager
+def identifying(model: str | Path) -> Iterator[Callable[[], str | None]]:
+    """Hash a model's files while the block runs; yield a function that waits for its id."""
+    files = _model_files(model)
+    if not files:
+        yield lambda: None
+        return
+    folder = files[0].parent
+
+    def identify() -> str:
+        digests, record = hashes(), read_record(folder)
+        if record is not None and digests.items() <= record.files.items():
+            return record.id
+        return digest_of(digests)
+
+    with hashing(folder, (file.name for file in files)) as hashes:
+        yield identify

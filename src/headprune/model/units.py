@@ -1,40 +1,64 @@
-"""From evidence and a budget to a plan."""
+"""Units of removal, head budgets, and the modules of gates and scores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel
 
 from headprune.errors import PlanError
+from headprune.model.attention import attention_of
 from headprune.registry import did_you_mean
 from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.gates import TrainedGates, read_gates
+from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.scores import Scores
 from headprune.tensors.selection import attainable
 from headprune.tensors.units import Unit, members
 
 
 def default_unit(attentions: Sequence[Attention]) -> Unit:
-    """A head where every query has its own KV head or all share one, else a KV head's queries."""
+    """Return "head" for MHA and MQA, and "kv_group" (a KV head and its queries) for GQA."""
     grouped = any(a.query_heads != a.kv_heads and a.kv_heads > 1 for a in attentions)
     return Unit.KV_GROUP if grouped else Unit.HEAD
 
 
 def leaves_ragged(attentions: Sequence[Attention], unit: Unit) -> bool:
-    """Whether cutting by a unit may leave KV heads with unequal numbers of queries."""
+    """Return whether cutting by a unit may leave KV heads with unequal numbers of queries."""
     return unit is Unit.HEAD and default_unit(attentions) is not Unit.HEAD
 
 
 def unit_sizes(attentions: Sequence[Attention], unit: Unit) -> list[int]:
-    """Query heads per unit, for all units of all modules in order."""
+    """Return the query heads of every unit, for all modules in order."""
     return [len(m) for a in attentions for m in members(unit, a.group_sizes)]
 
 
-def modules_of(
-    attentions: Sequence[Attention], names: Sequence[str], evidence: str
-) -> list[Attention]:
-    """Return the attention modules of gates or scores, by path.
+def fitted_gates(
+    net: PreTrainedModel, source: ModelIdentity, folder: Path
+) -> tuple[TrainedGates, list[Attention]]:
+    """Read the gates of a model, and return them with their modules.
 
     Raises:
-        PlanError: If the model has no such module.
+        CheckpointError: If the folder holds no finished gates.
+        PlanError: If they do not fit the model.
     """
+    trained = read_gates(folder, source)
+    return trained, _modules_of(attention_of(net), trained.metadata.modules, "gates")
+
+
+def fitted_scores(net: PreTrainedModel, scores: Scores) -> list[Attention]:
+    """Return the modules of scores.
+
+    Raises:
+        PlanError: If they do not fit the model.
+    """
+    return _modules_of(attention_of(net), scores.metadata.modules, "scores")
+
+
+def _modules_of(
+    attentions: Sequence[Attention], names: Sequence[str], evidence: str
+) -> list[Attention]:
     present = {attention.path: attention for attention in attentions}
     for name in names:
         if name not in present:
@@ -46,7 +70,7 @@ def modules_of(
 
 
 def refuse_target(target: float | int | None) -> None:
-    """Refuses a share or count of heads that no model can keep.
+    """Refuse a fraction or count of heads that no model can keep.
 
     Raises:
         PlanError: If it is out of range.
@@ -61,7 +85,7 @@ def refuse_target(target: float | int | None) -> None:
 
 
 def head_budget(target: float | int, sizes: Sequence[int]) -> int:
-    """The number of query heads to keep.
+    """Return the number of query heads to keep.
 
     Args:
         target: A share (a float up to 1.0), rounded to the nearest count that whole units reach,
@@ -80,13 +104,10 @@ def head_budget(target: float | int, sizes: Sequence[int]) -> int:
     if target not in counts:
         below = max(c for c in counts if c < target)
         above = min(c for c in counts if c > target)
+        held = " or ".join(map(str, sorted(set(sizes))))
         raise PlanError(
-            f"A count of {target} cannot be kept exactly: the units hold {_sizes(sizes)} query "
+            f"A count of {target} cannot be kept exactly: the units hold {held} query "
             f"heads each. The nearest counts are {below} and {above}; --unit head removes single "
             "heads."
         )
     return target
-
-
-def _sizes(sizes: Sequence[int]) -> str:
-    return " or ".join(map(str, sorted(set(sizes))))

@@ -15,8 +15,13 @@ from headprune.data.read import refuse_missing_file
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
 from headprune.model.attention import attention_of
-from headprune.model.fitting import fitted_gates, fitted_scores
-from headprune.model.units import head_budget, refuse_target, unit_sizes
+from headprune.model.units import (
+    fitted_gates,
+    fitted_scores,
+    head_budget,
+    refuse_target,
+    unit_sizes,
+)
 from headprune.planning.choice import HeadChoice
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.from_scores import plan_from_scores

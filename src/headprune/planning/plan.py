@@ -16,11 +16,10 @@ from headprune.evidence.score import reckons_with_refit
 from headprune.io.outputs import claims_output
 from headprune.io.ownership import PLAN
 from headprune.model.attention import attention_of
-from headprune.model.fitting import fitted_scores
 from headprune.model.open import Model, open_model
 from headprune.model.residency import residency_of
 from headprune.model.speed import measure
-from headprune.model.units import head_budget, refuse_target, unit_sizes
+from headprune.model.units import fitted_scores, head_budget, refuse_target, unit_sizes
 from headprune.planning.allocation import BudgetLimit
 from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
 from headprune.planning.choice import HeadChoice, share_of

@@ -26,7 +26,7 @@ from headprune.io.parsing import read_json
 from headprune.model import probes
 from headprune.model.attention import identity
 from headprune.model.loading import auto_class_of, from_pretrained
-from headprune.model.open import as_it_fits, open_model, read_model
+from headprune.model.open import open_model, read_model
 from headprune.model.placement import placed
 from headprune.model.probes import Outputs
 from headprune.model.residency import residency_of
@@ -112,7 +112,6 @@ def verify(
         said = "No outputs were stored: the result was proven by its tensors, as it is verified."
         return Verification(str(folder), tuple(checks), said)
     stored, dtype = manifest.probe, _proof_dtype(manifest.proof)
-    trust = {"trust_remote_code": True} if trust_remote_code else {}
 
     def compare(route: str, load: Callable[[], PreTrainedModel]) -> _Probed | None:
         on_stage(f"loading by {route}")
@@ -120,7 +119,10 @@ def verify(
         checks.append(check)
         return probed
 
-    probed = compare("headprune.from_pretrained", lambda: as_it_fits(folder, dtype, **trust))
+    allowed = Allowed(trust_remote_code)
+    probed = compare(
+        "headprune.from_pretrained", lambda: read_model(folder, dtype, allowed).weighted()
+    )
     not_run = None
     with nullcontext(folder) if trust_remote_code else _bare_copy(folder) as place:
         if not (trust_remote_code or _runs_only_ours(folder, place)):
@@ -330,7 +332,7 @@ def _against(
     folder: Path, manifest: Manifest, against: str | Path, outputs: Outputs, dtype: torch.dtype
 ) -> Check:
     # what no class takes is in neither: outputs are compared
-    base = placed(as_it_fits(against, dtype, drop_unexpected=True))
+    base = placed(read_model(against, dtype, Allowed(drop_unexpected=True)).weighted())
     _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)

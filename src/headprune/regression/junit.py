@@ -9,54 +9,35 @@ from headprune.io.markup import xml_safe
 from headprune.regression.verdicts import Judged, Verdict
 
 SUITE = "headprune check"
+_TAGS = {Verdict.PASSED: "system-out", Verdict.BROKEN: "failure", Verdict.UNDECIDED: "error"}
 
 
 def junit_xml(model: str, judged: Sequence[Judged], seconds: float) -> str:
-    """Renders the verdicts.
-
-    Args:
-        model: Name of the model.
-        judged: The limits.
-        seconds: How long the check took.
-    """
-    found = [one.verdict for one in judged]
-    counts = {
-        "tests": len(judged),
-        "failures": found.count(Verdict.BROKEN),
-        "errors": found.count(Verdict.UNDECIDED),
-        "skipped": 0,
-    }
-    attributes = {"name": SUITE, "time": f"{seconds:.3f}"}
-    attributes |= {name: str(count) for name, count in counts.items()}
-    root = Xml.Element("testsuites")
-    suite = Xml.SubElement(root, "testsuite", attributes)
-    for one in judged:
-        case = Xml.SubElement(
-            suite, "testcase", classname=xml_safe(model), name=xml_safe(one.limit)
-        )
-        if one.verdict is Verdict.PASSED:
-            Xml.SubElement(case, "system-out").text = xml_safe(one.sentence())
-        else:
-            tag = "failure" if one.verdict is Verdict.BROKEN else "error"
-            Xml.SubElement(case, tag, message=xml_safe(one.sentence()))
-    return _text(root)
+    """Return the verdicts on a model; ``seconds`` is the time of the check."""
+    return _suite(
+        model, [(one.limit, _TAGS[one.verdict], one.sentence()) for one in judged], seconds
+    )
 
 
 def junit_error(model: str, why: str) -> str:
-    """Renders that there are no verdicts, and why.
+    """Return one error: why the check of a model could not run."""
+    return _suite(model, [("could not run", "error", why)], 0.0)
 
-    Args:
-        model: Name of the model.
-        why: What kept the check from running.
-    """
-    counts = {"tests": "1", "failures": "0", "errors": "1", "skipped": "0"}
+
+def _suite(model: str, cases: Sequence[tuple[str, str, str]], seconds: float) -> str:
+    """Render cases: name, tag and text."""
+    tags = [tag for _, tag, _ in cases]
+    counts = {"failures": tags.count("failure"), "errors": tags.count("error"), "skipped": 0}
+    attributes = {"name": SUITE, "time": f"{seconds:.3f}", "tests": str(len(cases))}
     root = Xml.Element("testsuites")
-    suite = Xml.SubElement(root, "testsuite", {"name": SUITE, "time": "0.000"} | counts)
-    case = Xml.SubElement(suite, "testcase", classname=xml_safe(model), name="could not run")
-    Xml.SubElement(case, "error", message=xml_safe(why))
-    return _text(root)
-
-
-def _text(root: Xml.Element) -> str:
+    suite = Xml.SubElement(
+        root, "testsuite", attributes | {name: str(count) for name, count in counts.items()}
+    )
+    for name, tag, text in cases:
+        case = Xml.SubElement(suite, "testcase", classname=xml_safe(model), name=xml_safe(name))
+        if tag == "system-out":
+            Xml.SubElement(case, tag).text = xml_safe(text)
+        else:
+            Xml.SubElement(case, tag, message=xml_safe(text))
     Xml.indent(root)
     return Xml.tostring(root, encoding="unicode", xml_declaration=True) + "\n"

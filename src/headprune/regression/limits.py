@@ -1,4 +1,4 @@
-"""What must hold, written as one line per limit.
+"""Limits: what must hold, one line each.
 
     perplexity <= 25               absolute
     perplexity <= +2 %             change since the baseline
@@ -40,7 +40,6 @@ ROLES_LOST = "roles_lost"
 KNOWN = (*METRICS, *STRUCTURE, *SPEED, ROUTE, ROLES_LOST)
 
 Operator = Literal["<=", ">=", "=="]
-_OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
 _METRIC = r"[\w.-]+:[\w.,-]+|\w+(?:\[[\w.-]+\])?"  # of a task, or on a domain
 _LINE = re.compile(
@@ -79,7 +78,7 @@ class Limit:
 
     @property
     def is_quality(self) -> bool:
-        """Whether it is about what was measured on data or tasks."""
+        """Whether it is on a metric of data or of tasks."""
         return is_score(self.metric) or parted(self.metric)[0] in METRICS
 
     @property
@@ -95,33 +94,44 @@ class Limit:
     @property
     def needs_original(self) -> bool:
         """Whether it is relative to the original."""
-        shared = self.kind in (Comparison.SHARE, Comparison.RECOVERY)
-        return shared or self.metric == ROLES_LOST
+        relative = self.kind in (Comparison.SHARE, Comparison.RECOVERY)
+        return relative or self.metric == ROLES_LOST
 
 
 def parse_limit(text: str) -> Limit:
-    """Reads one limit.
+    """Return the limit that a line says.
 
     Raises:
         HeadpruneError: If the metric is unknown, or the line makes no sense for it.
     """
-    line = _LINE.fullmatch(text.strip())
+    try:
+        return _parsed(text.strip())
+    except _Problem as why:
+        raise HeadpruneError(f"The limit '{text}': {why}") from None
+
+
+class _Problem(Exception):
+    """Why a line is no limit."""
+
+
+def _parsed(text: str) -> Limit:
+    line = _LINE.fullmatch(text)
     if line is None:
-        raise HeadpruneError(
-            f"The limit '{text}' has no direction: write the metric, <=, >= or ==, and a number, "
-            "such as 'perplexity <= 25' or 'perplexity <= +2 %'."
+        raise _Problem(
+            "it has no direction: write the metric, <=, >= or ==, and a number, such as "
+            "'perplexity <= 25' or 'perplexity <= +2 %'."
         )
-    metric, recovery = line["metric"], line["recovery"] is not None
+    metric, op, recovery = line["metric"], line["op"], line["recovery"] is not None
     plain, domain = parted(metric)
-    if not is_score(metric) and plain not in (METRICS if domain else KNOWN):
-        known = list(METRICS if domain else KNOWN)
-        raise HeadpruneError(
-            f"The limit '{text}': there is no metric '{plain}'{' of data' if domain else ''}."
+    known = list(METRICS if domain else KNOWN)
+    if not is_score(metric) and plain not in known:
+        raise _Problem(
+            f"there is no metric '{plain}'{' of data' if domain else ''}."
             f"{did_you_mean(plain, known)} Known are {', '.join(known)}."
         )
-    op = next((known for known in _OPERATORS if known == line["op"]), None)
-    if op is None:
-        raise HeadpruneError(f"The limit '{text}': '{line['op']}' is none of <=, >= and ==.")
+    operator = next((one for one in get_args(Operator) if one == op), None)
+    if operator is None:
+        raise _Problem(f"'{op}' is none of <=, >= and ==.")
     if metric == ROUTE:
         return _route(text, op, line["bound"].strip(), recovery)
     bound = _BOUND.fullmatch(line["bound"].strip())
@@ -130,77 +140,62 @@ def parse_limit(text: str) -> Limit:
     except ValueError:
         number = None
     if bound is None or number is None:
-        raise HeadpruneError(
-            f"The limit '{text}': '{line['bound'].strip()}' is no number; write one such as 25, "
-            "+2 % (since the baseline) or 98 % (of the original)."
+        raise _Problem(
+            f"'{line['bound'].strip()}' is no number; write one such as 25, +2 % (since the "
+            "baseline) or 98 % (of the original)."
         )
     if not math.isfinite(number):
-        raise HeadpruneError(f"The limit '{text}': the number is too large.")
+        raise _Problem("the number is too large.")
     if bound["percent"]:
         number = float(Decimal(str(number)) / 100)  # 33.3 % is 0.333, to the last digit
-    kind = _kind(text, metric, op, bound["sign"], bool(bound["percent"]), recovery)
-    return Limit(text.strip(), metric, kind, op, number)
+    kind = _kind(metric, op, bound["sign"], bool(bound["percent"]), recovery)
+    return Limit(text, metric, kind, operator, number)
 
 
-def _kind(text: str, metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Comparison:
-    """Which comparison is meant, if it makes sense for the metric."""
-    if is_score(metric):
-        return _of_score(text, metric, op, sign, percent, recovery)
-    if metric == ROLES_LOST and (sign or percent or recovery or op == ">="):
-        raise HeadpruneError(
-            f"The limit '{text}': {ROLES_LOST} counts roles of the original. Write "
-            f"'{ROLES_LOST} == 0', or '<= 1'."
-        )
-    quality, speed = parted(metric)[0] in METRICS, metric in SPEED
+def _kind(metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Comparison:
+    """Return the comparison, if it makes sense for the metric."""
+    score, speed = is_score(metric), metric in SPEED
+    quality = not score and parted(metric)[0] in METRICS
     higher_is_better = spec_of(metric).higher_is_better if quality else speed
-    if recovery and not quality:
-        raise HeadpruneError(
-            f"The limit '{text}': a recovery is the share of the original's quality that is left, "
-            f"and {metric} has no direction in which it is better. Write '{metric} <= 75 %'."
+    if metric == ROLES_LOST and (sign or percent or recovery or op == ">="):
+        raise _Problem(f"{metric} counts roles of the original. Write '{metric} == 0', or '<= 1'.")
+    if score and (recovery or op == "=="):  # its direction is known once the task has run
+        raise _Problem(
+            f"bound the score of a task by <= or >=, as '{metric} >= 98 %' (of the original's)."
         )
-    if recovery and (sign or not percent):
-        raise HeadpruneError(f"The limit '{text}': a recovery is a plain percentage, as '>= 98 %'.")
+    if recovery and (not quality or sign or not percent):
+        raise _Problem(
+            "a recovery is a plain percentage of the original's quality, as 'perplexity recovery "
+            ">= 98 %'."
+        )
     if speed and (sign or not percent):
-        raise HeadpruneError(
-            f"The limit '{text}': a speed on its own says more of the machine than of the model. "
-            f"Write it as a share of the original's in the same run: '{metric} >= 95 %'."
+        raise _Problem(
+            "a speed on its own says more of the machine than of the model. Write it as a share "
+            f"of the original's in the same run: '{metric} >= 95 %'."
         )
     if sign:
         kind = Comparison.CHANGE if percent else Comparison.DIFFERENCE
     elif not percent:
         kind = Comparison.ABSOLUTE
-    else:  # "perplexity <= 105 %" is of its value; everything else of quality is a recovery
-        plain = not quality or (not recovery and not higher_is_better and op == "<=")
-        kind = Comparison.SHARE if plain else Comparison.RECOVERY
+    elif not quality or (op == "<=" and not higher_is_better and not recovery):
+        kind = Comparison.SHARE  # "perplexity <= 105 %" is of its value
+    else:
+        kind = Comparison.RECOVERY
     wanted = ">=" if higher_is_better or kind is Comparison.RECOVERY else "<="
     if (quality or speed) and op != wanted:
-        raise HeadpruneError(
-            f"The limit '{text}': better models have a {'higher' if wanted == '>=' else 'lower'} "
+        raise _Problem(
+            f"better models have a {'higher' if wanted == '>=' else 'lower'} "
             f"{'recovery' if kind is Comparison.RECOVERY else metric}, so it must be bounded by "
             f"{wanted}."
         )
     return kind
 
 
-def _of_score(
-    text: str, metric: str, op: str, sign: str, percent: bool, recovery: bool
-) -> Comparison:
-    """Which comparison is meant; lm-eval says which side of a score is better, once it has run."""
-    if recovery or op == "==":
-        raise HeadpruneError(
-            f"The limit '{text}': bound the score of a task by <= or >=, as '{metric} >= 98 %' (of "
-            "the original's)."
-        )
-    if sign:
-        return Comparison.CHANGE if percent else Comparison.DIFFERENCE
-    return Comparison.SHARE if percent else Comparison.ABSOLUTE
-
-
 def _route(text: str, op: str, bound: str, recovery: bool) -> Limit:
     routes = [shape.value for shape in Shape]
     if op != "==" or bound not in routes or recovery:
-        raise HeadpruneError(
-            f"The limit '{text}': a load route is compared by name, {ROUTE} == {routes[0]} or "
+        raise _Problem(
+            f"a load route is compared by name, {ROUTE} == {routes[0]} or "
             f"{ROUTE} == {routes[1]}.{did_you_mean(bound, routes) if bound not in routes else ''}"
         )
-    return Limit(text.strip(), ROUTE, Comparison.ABSOLUTE, "==", bound)
+    return Limit(text, ROUTE, Comparison.ABSOLUTE, "==", bound)

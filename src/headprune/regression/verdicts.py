@@ -9,16 +9,25 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, model_validator
+from transformers import PreTrainedModel
 
-from headprune.evaluation.comparison import Interval, Statistic
-from headprune.evaluation.metrics import spec_of
-from headprune.evaluation.samples import Samples
-from headprune.regression.limits import Comparison, Limit, Operator
+from headprune.config import CheckConfig
+from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.evaluation.comparison import Interval, Numbers, Statistic, bootstrap
+from headprune.evaluation.evaluate import EvaluationRun
+from headprune.evaluation.metrics import Floats, Samples, columns_of, is_score, spec_of
+from headprune.model.cost import ModelCost
+from headprune.regression.baseline import Baseline
+from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Comparison, Limit, Operator
+from headprune.schemas.plan import Shape
 
 _HOLDS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 _OF = {
@@ -31,7 +40,7 @@ _OF = {
 
 
 class Verdict(str, Enum):
-    """What became of a limit."""
+    """The verdict on a limit."""
 
     PASSED = "passed"
     BROKEN = "broken"
@@ -39,7 +48,7 @@ class Verdict(str, Enum):
 
 
 class Judged(BaseModel):
-    """A limit and what was found. Percentages are shares of one here.
+    """A limit and what was measured. Percentages are shares of one here.
 
     Attributes:
         limit: As it was written.
@@ -47,14 +56,14 @@ class Judged(BaseModel):
         kind: What was compared: the metric itself, its change since the baseline, ...
         op: Side of the bound on which it must be.
         bound: The bound.
-        value: What was found.
+        value: The measured value.
         low: Lower end of its interval; None for what is counted, not estimated.
         high: Upper end.
         confidence: Level of the interval.
         n: Windows, examples or repeats behind it.
-        n_needed: With about so many the verdict would be clear, if it is not.
+        n_needed: About how many would make an undecided verdict clear.
         verdict: Whether the limit holds.
-        names: What was counted, by name, where that is told.
+        names: Names of what was counted, such as lost roles.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,45 +89,40 @@ class Judged(BaseModel):
         return self
 
     def found(self) -> str:
-        """What was found, in words."""
+        """Return the value in words, with its interval."""
         number = f"{self.number()}{_OF[self.kind]}"
         if self.confidence is None:
             return number
         return f"{number} ({100 * self.confidence:g} % interval {self.interval()}, n={self.n})"
 
     def number(self) -> str:
-        """What was found."""
+        """Return the value as text."""
         value = self.value if isinstance(self.value, str) else self._shown(self.value)
         return f"{value} ({', '.join(self.names)})" if self.names else value
 
     def interval(self) -> str:
-        """Its interval; empty for what is counted."""
+        """Return its interval as text; empty for what is counted."""
         if self.low is None or self.high is None:
             return ""
         return f"{self._shown(self.low)} to {self._shown(self.high)}"
 
     def advice(self) -> str:
-        """What to do about a limit that is undecided; empty for the others."""
+        """Return the remedy for an undecided limit; empty for the others."""
         if self.verdict is not Verdict.UNDECIDED:
             return ""
         about = f": about n={self.n_needed:,} would tell" if self.n_needed else ""
         return f"n={self.n} cannot tell, use more data{about}"
 
     def sentence(self) -> str:
-        """The whole, on one line."""
-        advice = self.advice()
-        return (
-            f"{self.limit}: {self.verdict.value}: {self.found()}{f'; {advice}' if advice else ''}"
-        )
+        """Return the whole, on one line."""
+        parts = (f"{self.limit}: {self.verdict.value}: {self.found()}", self.advice())
+        return "; ".join(filter(None, parts))
 
     def _shown(self, value: float) -> str:
-        """With as many digits as it takes to tell it from the bound."""
+        """Return a value with as many digits as it takes to tell it from the bound."""
         assert not isinstance(self.bound, str)
-        scale, unit = (
-            (100.0, " %")
-            if self.kind not in (Comparison.ABSOLUTE, Comparison.DIFFERENCE)
-            else (1, "")
-        )
+        plain = self.kind in (Comparison.ABSOLUTE, Comparison.DIFFERENCE)
+        scale, unit = (1, "") if plain else (100.0, " %")
         sign = "+" if self.kind in (Comparison.CHANGE, Comparison.DIFFERENCE) else ""
         value, bound = scale * value, scale * self.bound
         if not math.isfinite(value):
@@ -131,8 +135,127 @@ class Judged(BaseModel):
         return f"{value:{sign},.{digits}f}{unit}"
 
 
+def judge(limit: Limit, interval: Interval) -> Judged:
+    """Return the verdict on an estimate."""
+    assert not isinstance(limit.bound, str)
+    ends = [_HOLDS[limit.op](end, limit.bound) for end in (interval.low, interval.high)]
+    verdict, needed = Verdict.UNDECIDED, None
+    # one sequence has no interval, nor have resamples with next to nothing to compare with
+    if interval.n < 2 or not interval.is_finite:
+        pass
+    elif all(ends):
+        verdict = Verdict.PASSED
+    elif not interval.low <= limit.bound <= interval.high:
+        verdict = Verdict.BROKEN
+    else:
+        needed = _needed(interval, limit.bound)
+    measured = {name: getattr(interval, name) for name in ("low", "high", "confidence", "n")}
+    return _judged(limit, interval.estimate, verdict, **measured, n_needed=needed)
+
+
+def judge_exact(limit: Limit, value: float | Fraction | str) -> Judged:
+    """Return the verdict on a count or a name."""
+    # counts and their ratios are exact, and so is a bound as it was written
+    counted = not isinstance(value, str) and not isinstance(limit.bound, str)
+    bound = Fraction(repr(limit.bound)) if counted else limit.bound
+    verdict = Verdict.PASSED if _HOLDS[limit.op](value, bound) else Verdict.BROKEN
+    return _judged(limit, value if isinstance(value, str) else float(value), verdict)
+
+
+def _judged(limit: Limit, value: float | str, verdict: Verdict, **interval: Any) -> Judged:
+    about = {name: getattr(limit, name) for name in ("metric", "kind", "op", "bound")}
+    return Judged(limit=limit.text, value=value, verdict=verdict, **about, **interval)
+
+
+def overall(judged: tuple[Judged, ...]) -> Verdict:
+    """Return the worst of all verdicts."""
+    verdicts = {one.verdict for one in judged}
+    order = (Verdict.BROKEN, Verdict.UNDECIDED, Verdict.PASSED)
+    return next(verdict for verdict in order if verdict in verdicts)
+
+
+def _needed(interval: Interval, bound: float) -> int | None:
+    """An interval shrinks with the root of n; from the estimate to the bound it must reach."""
+    distance = abs(bound - interval.estimate)
+    half = (interval.high if bound > interval.estimate else interval.low) - interval.estimate
+    return math.ceil(interval.n * (half / distance) ** 2) if distance > 0 else None
+
+
+def structure_of(cost: ModelCost) -> dict[str, int]:
+    """Return the counts and bytes that can be limited."""
+    return {name: getattr(cost, name) for name in STRUCTURE}
+
+
+def load_route(net: PreTrainedModel) -> str:
+    """Return whether transformers alone loads a model, or the runtime that lies beside it."""
+    shape = Shape.RUNTIME if getattr(net.config, "headprune", None) else Shape.NATIVE
+    return str(shape.value)
+
+
+def judge_limit(
+    limit: Limit,
+    evaluation: EvaluationRun,
+    route: str,
+    baseline: Baseline | None,
+    ratios: Mapping[str, Floats],
+    config: CheckConfig,
+) -> Judged:
+    """Return the verdict on a limit.
+
+    Args:
+        limit: The limit.
+        evaluation: What was measured, of the original too if a limit needs it.
+        route: The load route of the model.
+        baseline: The stored one, if a limit refers to it.
+        ratios: Speed over the original's, run by run, of the metrics of speed.
+        config: Confidence, resamples and seed.
+
+    Raises:
+        HeadpruneError: If there is nothing to compare with.
+    """
+
+    def interval(statistic: Statistic, n: int, documents: Numbers | None = None) -> Interval:
+        how = (config.resamples, config.confidence, config.seed)
+        return bootstrap(statistic, n, *how, documents)
+
+    report, metric = evaluation.report, limit.metric
+    if metric == ROUTE:
+        return judge_exact(limit, route)
+    if metric in STRUCTURE:
+        reference = baseline.structure if baseline is not None else {}
+        if limit.needs_original:
+            reference = structure_of(report.against.cost) if report.against is not None else {}
+        value = structure_of(report.model.cost)[metric]
+        return judge_exact(limit, counted(limit, value, reference.get(metric)))
+    if metric in SPEED:
+        faster = ratios[metric]  # the median, as a machine stumbles now and then
+        return judge(limit, interval(lambda i: np.median(faster[i], axis=-1), len(faster)))
+    ours, theirs = evaluation.samples[0], None
+    if metric not in ours.metrics():
+        raise DataError(_not_measured(limit, ours))
+    n = ours.count(metric)
+    if limit.needs_baseline:
+        assert baseline is not None
+        theirs = baseline.as_samples()
+        if {len(theirs.columns[name]) for name in columns_of(metric)} != {n}:
+            raise CheckpointError(
+                f"The baseline '{config.baseline}' holds {theirs.count(metric)} windows or "
+                f"examples for {metric}, and this run made {n} of the same data: the file was "
+                "edited. Write it anew with --update-baseline."
+            )
+    elif limit.needs_original:
+        theirs = evaluation.samples[1]
+    if limit.percent and theirs is not None:
+        _refuse_share_of_nothing(limit, theirs)
+    estimate = interval(compared(limit, ours, theirs), n, ours.documents_of(metric))
+    trials = ours.trials(metric)
+    if trials is not None and limit.kind is Comparison.ABSOLUTE:
+        estimate = with_rare_errors(estimate, config.confidence, trials)
+    return judge(limit, estimate)
+
+
 def compared(limit: Limit, ours: Samples, theirs: Samples | None) -> Statistic:
-    """The number that the bound is for, as a function of the windows that count."""
+    """Return the number that the bound is for, as a function of the windows that count."""
     value = ours.statistic(limit.metric)
     if theirs is None:
         return value
@@ -147,7 +270,10 @@ def compared(limit: Limit, ours: Samples, theirs: Samples | None) -> Statistic:
 
 
 def with_rare_errors(interval: Interval, confidence: float, trials: int) -> Interval:
-    """What no resample can show where all trials are right, or all wrong: the exact bound."""
+    """Widen an interval of trials that are all right, or all wrong, to the exact bound.
+
+    No resample can show the other outcome.
+    """
     reach = ((1 - confidence) / 2) ** (1 / max(trials, 1))
     if interval.low == interval.high == 1.0:
         return replace(interval, low=reach)
@@ -156,62 +282,44 @@ def with_rare_errors(interval: Interval, confidence: float, trials: int) -> Inte
     return interval
 
 
-def judge(limit: Limit, interval: Interval) -> Judged:
-    """Judges what was estimated."""
-    assert not isinstance(limit.bound, str)
-    ends = [_HOLDS[limit.op](end, limit.bound) for end in (interval.low, interval.high)]
-    verdict, needed = Verdict.UNDECIDED, None
-    # one sequence has no interval, nor have resamples with next to nothing to compare with
-    if interval.n < 2 or not interval.is_finite:
-        pass
-    elif all(ends):
-        verdict = Verdict.PASSED
-    elif not interval.low <= limit.bound <= interval.high:
-        verdict = Verdict.BROKEN
-    else:
-        needed = _needed(interval, limit.bound)
-    return Judged(
-        limit=limit.text,
-        metric=limit.metric,
-        kind=limit.kind,
-        op=limit.op,
-        bound=limit.bound,
-        value=interval.estimate,
-        low=interval.low,
-        high=interval.high,
-        confidence=interval.confidence,
-        n=interval.n,
-        n_needed=needed,
-        verdict=verdict,
+def counted(limit: Limit, value: int, reference: int | None) -> Fraction:
+    """Return a count in the terms of a limit, exactly.
+
+    Raises:
+        HeadpruneError: If there is nothing to compare with.
+    """
+    if limit.kind is Comparison.ABSOLUTE:
+        return Fraction(value)
+    if reference is None:
+        raise CheckpointError(
+            f"The baseline has no {limit.metric}. Write it anew with --update-baseline."
+        )
+    if limit.kind is Comparison.DIFFERENCE:
+        return Fraction(value - reference)
+    if reference == 0:
+        raise HeadpruneError(
+            f"The limit '{limit.text}' is a share of 0: there is no {limit.metric} to compare with."
+        )
+    return Fraction(value, reference) - (1 if limit.kind is Comparison.CHANGE else 0)
+
+
+def _not_measured(limit: Limit, ours: Samples) -> str:
+    if not is_score(limit.metric):
+        return (
+            f"The limit '{limit.text}': the data has no sequence to measure {limit.metric} on. "
+            "Give more text, or a larger --seq-len."
+        )
+    known = ", ".join(filter(is_score, ours.metrics())) or "none; see --tasks"
+    return (
+        f"The limit '{limit.text}': no task gives {limit.metric} example by example. Scores that "
+        f"can be limited: {known}."
     )
 
 
-def judge_exact(limit: Limit, value: float | Fraction | str) -> Judged:
-    """Judges what was counted or read."""
-    # counts and their ratios are exact, and so is a bound as it was written
-    counted = not isinstance(value, str) and not isinstance(limit.bound, str)
-    bound = Fraction(repr(limit.bound)) if counted else limit.bound
-    holds = _HOLDS[limit.op](value, bound)
-    return Judged(
-        limit=limit.text,
-        metric=limit.metric,
-        kind=limit.kind,
-        op=limit.op,
-        bound=limit.bound,
-        value=value if isinstance(value, str) else float(value),
-        verdict=Verdict.PASSED if holds else Verdict.BROKEN,
-    )
-
-
-def overall(judged: tuple[Judged, ...]) -> Verdict:
-    """The worst of all verdicts."""
-    found = {one.verdict for one in judged}
-    order = (Verdict.BROKEN, Verdict.UNDECIDED, Verdict.PASSED)
-    return next(verdict for verdict in order if verdict in found)
-
-
-def _needed(interval: Interval, bound: float) -> int | None:
-    """An interval shrinks with the root of n; from the estimate to the bound it must reach."""
-    distance = abs(bound - interval.estimate)
-    half = (interval.high if bound > interval.estimate else interval.low) - interval.estimate
-    return math.ceil(interval.n * (half / distance) ** 2) if distance > 0 else None
+def _refuse_share_of_nothing(limit: Limit, theirs: Samples) -> None:
+    reference = float(theirs.statistic(limit.metric)(np.arange(theirs.count(limit.metric))))
+    if not (math.isfinite(reference) and reference > 0):
+        raise HeadpruneError(
+            f"The limit '{limit.text}' is a share of {reference:.4g}: write a difference, such as "
+            f"'{limit.metric} >= -0.01'."
+        )

@@ -174,7 +174,7 @@ def written(result: Pruned) -> list[Block]:
     page = [*records.proof(manifest), Text(f"{stored} Written to {output}.")]
     if measure := after_cut(result):
         page.append(Code(measure, title="Measure it on other text"))
-    for engine, line in serving(manifest, output, output):
+    for engine, line in serving(manifest, output):
         if "--to gguf" not in line or not missing("gguf"):
             page.append(Code(line, title=engine))
     return page

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from headprune.model.head_names import layer_names
+from headprune.model.attention import layer_names
 from headprune.render.blocks import Block, Signs, Table, Text, percent
 from headprune.render.terminal import show
 

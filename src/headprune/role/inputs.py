@@ -28,10 +28,8 @@ from headprune.data.read import read_examples
 from headprune.data.text import Sequences, Text, evenly
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.evaluation.endings import endings_predicted
-from headprune.evaluation.needle import Needle, needles
-from headprune.model.batch import Batch
-from headprune.model.lengths import most_tokens
+from headprune.evaluation.probes import Needle, answered, needles
+from headprune.model.batch import Batch, most_tokens
 from headprune.model.loading import task_of, vocabulary_of
 from headprune.role.attended import Facts
 from headprune.role.table import RELATIONS, ROLES
@@ -246,7 +244,7 @@ def needles_input(
 ) -> Reading | None:
     """Return contexts out of which the model copies a number, one by one.
 
-    None without ``--needle-lengths``, and where the model finds too few.
+    None without ``needle_lengths``, and where the model finds too few.
 
     Raises:
         DataError: If the model does not continue a text, or has no room for a needle.
@@ -255,14 +253,14 @@ def needles_input(
         return None
     if task_of(net) != "causal-lm":
         raise DataError(
-            f"--needle-lengths: retrieval heads need a model that continues a text, and this one "
+            f"needle_lengths: retrieval heads need a model that continues a text, and this one "
             f"is a {type(net).__name__}. Leave it out."
         )
     trials = max(1, config.sequences // len(NEEDLE_DEPTHS))
     settings = NeedleConfig(needle_lengths=config.needle_lengths, needle_trials=trials)
     most, vocabulary = most_tokens(net.config, tokenizer), vocabulary_of(net)
     contexts = needles(read_examples(data), tokenizer, most, settings, config.seed, vocabulary)
-    hits = endings_predicted(net, [needle.row for needle in contexts], 1)
+    hits = answered(net, [needle.row for needle in contexts], 1)
     copied = [needle for needle, hit in zip(contexts, hits, strict=True) if hit]
     places = [(needle, _elsewhere(needle, copied)) for needle in copied]
     rows = [(needle, place) for needle, place in places if place is not None]
@@ -270,7 +268,7 @@ def needles_input(
         _left_out(
             f"The model finds {len(copied)} of {len(contexts)} needles, {len(rows)} of them where "
             f"it also finds one at another depth, and {FEWEST_NEEDLES} are needed: retrieval heads "
-            "are left out. Give shorter --needle-lengths, or more --sequences."
+            "are left out. Give shorter needle_lengths, or more --sequences."
         )
         return None
     return Reading(

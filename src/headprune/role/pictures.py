@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from headprune.io.head_maps import Mark, MarkedHeads, ScoredHeads, marked_heads, scored_heads
-from headprune.model.head_names import layer_names
+from headprune.model.attention import layer_names
 from headprune.schemas.roles import HeadRoles, ModuleRoles, RolesRecord
 
 if TYPE_CHECKING:

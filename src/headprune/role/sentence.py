@@ -16,13 +16,11 @@ from headprune.config import Dtype
 from headprune.context import Context
 from headprune.data.tokens import Seen
 from headprune.errors import DataError, FamilyError, PlanError
-from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
-from headprune.model.batch import Batch, decoder_inputs
-from headprune.model.forward import run_model
-from headprune.model.head_names import layer_names
-from headprune.model.lengths import most_tokens
+from headprune.model.attention import attention_of, layer_names, of_kinds, refuse_unknown_kinds
+from headprune.model.batch import Batch, decoder_inputs, most_tokens
 from headprune.model.loading import load_tokenizer, vocabulary_of
 from headprune.model.open import load
+from headprune.model.passes import run_model
 from headprune.model.placement import on_device
 from headprune.model.refusals import refuse_without_text
 from headprune.role.watch import attention_weights

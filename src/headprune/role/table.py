@@ -230,7 +230,7 @@ def retrieval(attn: Attended) -> Counted:
 
     The needle is a sentence with a number, hidden in text as ``evaluate --needle`` does. Only
     contexts whose whole number the model writes count. The control has the needle at another depth:
-    a head that always looks as far back has no role. It needs ``--needle-lengths``.
+    a head that always looks as far back has no role. It needs ``needle_lengths``.
 
     Source: Wu et al. 2024, arXiv 2404.15574, section 2; the line is theirs.
     """

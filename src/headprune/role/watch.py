@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from headprune.errors import FamilyError
 from headprune.model.batch import Batch, token_mask
-from headprune.model.forward import eager_attention, run_model
+from headprune.model.passes import eager_attention, run_model
 from headprune.role.attended import Attended, Counted
 from headprune.role.inputs import Reading
 from headprune.role.table import Role
@@ -107,7 +107,7 @@ def _weights(outputs: Any, attention: Attention) -> Tensor:
                 return part
     raise FamilyError(
         f"'{attention.path}' gives no attention weights, which roles need. Choose other modules "
-        "with --attention, or another model."
+        "with attention, or another model."
     )
 
 

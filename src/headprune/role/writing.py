@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from headprune.model.attention import layer_of
 from headprune.model.batch import Batch, real_tokens, token_mask
-from headprune.model.forward import run_model
 from headprune.model.heads import output_rows, read_output
 from headprune.model.loading import task_of
+from headprune.model.passes import run_model
 from headprune.model.residency import present
 from headprune.role.inputs import Reading
 from headprune.runtime.modeling_headprune import Attention

@@ -56,6 +56,7 @@ class LineageStep(BaseModel):
         kv_heads: KV heads before and after.
         parameters: Parameters before and after.
         layout: Per attention module, the heads that are left.
+        engines: Engines of generated text that hold its shape.
         done: What was done.
         refit: How W_O made up for the heads that went, if it did.
         choice: What it was chosen among, if it was.
@@ -80,6 +81,7 @@ class LineageStep(BaseModel):
     kv_heads: BeforeAfter
     parameters: BeforeAfter
     layout: dict[str, Heads]
+    engines: tuple[str, ...] = ()
     done: Done
     refit: Refit | None = None
     choice: ModelChoice | None = None

@@ -18,12 +18,18 @@ from transformers import PreTrainedModel
 
 from headprune.errors import PlanError
 from headprune.model.batch import Batch, doubled
-from headprune.model.forward import eager_attention, run_model
 from headprune.model.heads import HeadWeights, project_output, read_heads, write_heads
-from headprune.model.pieces import in_pieces
-from headprune.model.recording import AttentionRecorder, RecordedCall
-from headprune.model.rotation import found_rotation
-from headprune.model.streams import OneStream, Order, RunsTwice, Stream, entering
+from headprune.model.passes import (
+    OneStream,
+    Order,
+    RunsTwice,
+    Stream,
+    eager_attention,
+    entering,
+    in_pieces,
+    run_model,
+)
+from headprune.model.recording import AttentionRecorder, RecordedCall, found_rotation
 from headprune.runtime.modeling_headprune import Attention, ProjectionModule
 from headprune.surgery.merges.spec import MergeActivations, MergeContext, project
 from headprune.tensors.rotary import RotaryPairs, Rotation

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from headprune.errors import DataError, PlanError
 from headprune.model.batch import Batch, doubled, real_tokens, token_mask
 from headprune.model.heads import project_output, read_output, write_output
-from headprune.model.streams import OneStream, RunsTwice, Stream, in_sequence
+from headprune.model.passes import OneStream, RunsTwice, Stream, in_sequence
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.least_squares import Moments, fit_held_out, held_out
 

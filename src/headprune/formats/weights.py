@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.io.shards import StoredTensor, rows_of
-from headprune.model.base_names import either_way
-from headprune.model.skeleton import Names
+from headprune.model.skeleton import Names, either_way
 from headprune.model.stored import stored_tensors
 
 _PIECE = 2**19  # numbers; a MB or two stays in a processor's cache until it is written

@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from headprune.exporting.source import ExportSource
-from headprune.exporting.weights import WithFused
+from headprune.formats.source import ExportSource
+from headprune.formats.weights import WithFused
 from headprune.io.folders import copy_companions
 from headprune.io.parsing import read_json
 from headprune.model.loading import uneven_heads_are_known

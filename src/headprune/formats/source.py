@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headprune.exporting.weights import StoredWeights, Weights
+from headprune.formats.weights import StoredWeights, Weights
 from headprune.model.attention import attention_of
 from headprune.model.loading import (
     from_pretrained,
