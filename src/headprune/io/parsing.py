@@ -10,7 +10,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -24,7 +24,6 @@ Error = type[HeadpruneError]
 
 # escapes that may stand for what is no character of a text: NUL, or half of a pair of UTF-16
 _ODD_ESCAPE = re.compile(r"\\(?:0|x00|[uU](?:0000)?(?:0000|[dD][89a-fA-F]))")
-_ODD = re.compile("[\0\ud800-\udfff]")
 
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxother = 2, 60, 60
@@ -183,20 +182,11 @@ def _finite(text: str) -> float:
 
 def _sound(content: Any, text: str) -> Any:
     """Return the content, if all its texts are of characters."""
-    odd = _ODD_ESCAPE.search(text) and next(filter(_ODD.search, _texts(content)), None)
-    if odd:
-        raise ValueError(f"the text {ascii(odd)[:40]} has an invalid character")
+    if _ODD_ESCAPE.search(text):
+        written = json.dumps(content, ensure_ascii=False, default=str)
+        if "\\u0000" in written or written.encode(errors="ignore").decode() != written:
+            raise ValueError("a text has an invalid character")
     return content
-
-
-def _texts(content: Any) -> Iterator[str]:
-    if isinstance(content, str):
-        yield content
-    elif isinstance(content, dict):
-        yield from _texts([*content, *content.values()])
-    elif isinstance(content, list | tuple | set):
-        for inside in content:
-            yield from _texts(inside)
 
 
 def _read(path: Path, parse: Callable[[str], Any], form: str, error: Error) -> Any:
