@@ -17,7 +17,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 import headprune
-from headprune.errors import FamilyError
+from headprune.errors import FamilyError, HeadpruneError
 from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of, layer_names
 from headprune.planning.from_evidence import CutRequest
@@ -233,15 +233,9 @@ def test_the_command_writes_the_page(
             "--head 1.0: there is no such head. 'transformer.h.1.attn' has the heads 1, 3,",
         ),
         (["--head", "7.0"], "there is no such layer. Layers: 0, 1; a head is named as in 0.0"),
-        (
-            ["--config", "layer=7"],
-            "--config layer=7: there is no such layer with heads. Layers: 0, 1.",
-        ),
         (["--target", "w1"], "--target is for encoder-decoders, and this is a"),
-        (["--config", "attention=cross"], "no 'cross' attention"),
         (["--text", ""], "--text '' has no token"),
         (["--text", "Nowhere known words"], "100% of the text's tokens are unknown"),
-        (["page.pdf"], "the output is a page; name an .html file"),
     ],
 )
 def test_bad_input_is_told_in_a_sentence(
@@ -255,6 +249,22 @@ def test_bad_input_is_told_in_a_sentence(
     code, _, err = run(capsys, "attention", folder, *given)
     assert (code, list(tmp_path.iterdir())) == (2, [])
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("page", "settings", "said"),
+    [
+        ("page.html", {"layer": "7"}, "layer 7: there is no such layer with heads. Layers: 0, 1."),
+        ("page.html", {"attention": "cross"}, "no 'cross' attention"),
+        ("page.pdf", {}, "the output is a page; name an .html file"),
+    ],
+)
+def test_bad_settings_are_refused(
+    page: str, settings: dict[str, Any], said: str, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(HeadpruneError, match=re.escape(said)) as error:
+        headprune.attention(folder, tmp_path / page, text=TEXT, **settings)
+    assert (error.value.exit_code, list(tmp_path.iterdir())) == (2, [])
 
 
 def test_a_module_that_attends_to_other_places_is_named(

@@ -26,7 +26,7 @@ from headprune.evaluation.metrics import METRICS, Samples, parted, within
 from headprune.evaluation.report import Report
 from headprune.model.speed import ratios
 from headprune.pytest_plugin import assert_no_regression  # noqa: F401  (a fixture)
-from headprune.regression.baseline import Baseline, read_baseline
+from headprune.regression.baseline import Baseline, git_state, read_baseline
 from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.regression.junit import junit_xml
 from headprune.regression.limits import Comparison, parse_limit
@@ -687,7 +687,7 @@ def test_a_check_that_cannot_run_replaces_the_verdicts_of_an_earlier_one(
     by_file: bool,
     settings: dict[str, Any],
     message: str,
-    text_file: Path,
+    folders: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -707,7 +707,7 @@ def test_a_check_that_cannot_run_replaces_the_verdicts_of_an_earlier_one(
 
 
 def test_a_file_of_others_is_never_replaced(tmp_path: Path) -> None:
-    foreign = tmp_path / "mine.xml"
+    foreign, junit = tmp_path / "mine.xml", tmp_path / "junit.xml"
     foreign.write_text("<mine />")
     with pytest.raises(HeadpruneError, match="confidence"):
         headprune.check("m", data="d", limits="perplexity <= 3", confidence=2, junit=foreign)

@@ -282,15 +282,15 @@ def test_bad_data(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "nothing").mkdir()
     for source, options, message in (
         ("empty.txt", [], "holds no text"),
-        ("short.txt", [], "has 3 tokens, which makes 0 sequences of 16; at least 2 must be"),
-        ("rows.jsonl", [], "say which one holds the text with --text-column"),
+        ("short.txt", [], "has 3 tokens, which makes 0 sequences of 16; at least 2 are needed"),
+        ("rows.jsonl", [], "has the columns body, title: name the text with --text-column"),
         ("rows.jsonl", ["--config", "text_column=bdy"], "no such column. Did you mean 'body'?"),
         (
             "rows.jsonl",
             ["--config", "text_column=body", "--config", "label_column=l"],
             "--label-column l",
         ),
-        ("odd.xyz", [], "an ending that says nothing"),
+        ("odd.xyz", [], "names no format"),
         ("nothing", [], "has no file with one of the endings"),
         (llama_folder.absolute(), [], "is the folder of a model, and text is what is asked for"),
         ("missing.txt", [], "There is no file"),
@@ -312,7 +312,7 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (bare, "no *.safetensors weights"),
         (unknown, "does not know where model type 'mamba' has its attention heads"),
         (tmp_path / "none", "has no config.json"),
-        (tmp_path / "missing", "There is no folder"),
+        (tmp_path / "missing", "is neither a folder nor a hub id"),
         (
             shutil.copytree(unknown, tmp_path / "\udcff"),
             "is no UTF-8, and safetensors opens no such",

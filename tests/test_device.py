@@ -146,9 +146,9 @@ def test_a_device_that_is_full_is_told_by_what_was_running(
 
     monkeypatch.setattr(evaluation, "measure", full)
     report = tmp_path / "report.json"
-    told = "while evaluating. Give a smaller batch_size or seq_len, placement layers, or device cpu"
+    told = "while evaluating. Give a smaller batch_size or --seq-len, or --device cpu"
     with pytest.raises(HeadpruneError, match=told) as error:
-        headprune.evaluate(llama_folder, str(text_file), output=report, seq_len=16)
+        headprune.evaluate(llama_folder, report, data=str(text_file), seq_len=16)
     assert error.value.exit_code == 2 and not report.exists()
 
     def broken(*arguments: Any) -> None:
@@ -156,7 +156,7 @@ def test_a_device_that_is_full_is_told_by_what_was_running(
 
     monkeypatch.setattr(evaluation, "measure", broken)
     with pytest.raises(RuntimeError, match="of another kind"):
-        headprune.evaluate(llama_folder, str(text_file), seq_len=16)
+        headprune.evaluate(llama_folder, data=str(text_file), seq_len=16)
 
 
 @pytest.mark.parametrize(

@@ -123,19 +123,20 @@ class Command:
                 try:
                     value = _adapter(self.run, name).validate_python(value)
                 except ValidationError as error:
-                    raise HeadpruneError(sentence(error, called=self._spell(name))) from None
+                    raise HeadpruneError(sentence(error, called=self.spell(name))) from None
             validated[name] = value
         for name, others in (self.needs or {}).items():
             idle = validated[name] != parameters[name].default
             if idle and all(validated[o] in (None, False, (), []) for o in others.split("|")):
-                without = " or ".join(map(self._spell, others.split("|")))
+                without = " or ".join(map(self.spell, others.split("|")))
                 raise HeadpruneError(
-                    f"{self._spell(name)} has no effect without {without}: give that too, or "
+                    f"{self.spell(name)} has no effect without {without}: give that too, or "
                     "leave it out."
                 )
         return validated
 
-    def _spell(self, name: str) -> str:
+    def spell(self, name: str) -> str:
+        """Spell a parameter as users give it."""
         return flag(name) if name in self.options() else name
 
 
@@ -160,7 +161,7 @@ def command(
                     made_by=MadeBy(command=registered.name, options=_recorded(values)),
                     allowed=replace(context.allowed, trust_remote_code=remote),
                 )
-                with _surroundings(values, context) as context:
+                with _surroundings(registered, values, context) as context:
                     return function(**{**values, "context": context})  # type: ignore[call-arg]
             except HeadpruneError as error:
                 registered.failed(given, error)
@@ -210,7 +211,7 @@ def _recorded(values: Values) -> dict[str, Any]:
 
 
 @contextmanager
-def _surroundings(values: Values, context: Context) -> Iterator[Context]:
+def _surroundings(command: Command, values: Values, context: Context) -> Iterator[Context]:
     """Place models on the device of a call, and say in a sentence when it gives out."""
     if "device" not in values:
         yield context
@@ -240,7 +241,9 @@ def _surroundings(values: Values, context: Context) -> Iterator[Context]:
                 ) from error
             if not devices.out_of_memory(error):
                 raise
-            less = " or ".join(flag(name) for name in _TAKE_MEMORY if name in values) or "model"
+            less = (
+                " or ".join(map(command.spell, (n for n in _TAKE_MEMORY if n in values))) or "model"
+            )
             raise HeadpruneError(
                 f"{devices.chosen()} ran out of memory while {stages[-1]}. Give a smaller {less}, "
                 "or --device cpu."
