@@ -61,7 +61,7 @@ def data(tmp_path: Path) -> list[Path]:
 
 
 def compressed(model: Path, data: list[Path], output: Path, **settings: Any) -> Compressed:
-    result = headprune.compress(model, data, output, **{**SMALL, **settings})
+    result = headprune.compress(model, output, **{**SMALL, "data": data, **settings})
     assert isinstance(result, Compressed)
     return result
 
