@@ -61,7 +61,7 @@ def data(tmp_path: Path) -> list[Path]:
 
 
 def compressed(model: Path, data: list[Path], output: Path, **settings: Any) -> Compressed:
-    result = headprune.compress(model, data, output, **{**SMALL, **settings})
+    result = headprune.compress(model, output, **{**SMALL, "data": data, **settings})
     assert isinstance(result, Compressed)
     return result
 
@@ -311,7 +311,7 @@ def test_the_card_of_a_healed_result_tells_of_the_original(
     first, last = result.pruned.manifest.steps
     assert (first.done.kind, last.done.kind) == ("pruning", "healing")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "llama, cut to " in card and "; then trained for 30 steps to match" in card
+    assert "llama, cut to " in card and "; then healed for 30 steps to match" in card
     before, after = first.kv_heads[0], last.kv_heads[1]
     assert before > after and f"| KV heads | {before} | {after} | 50.0% |" in card
 
@@ -370,9 +370,9 @@ def test_pairs_and_labels(tmp_path: Path) -> None:
     assert result.choice.measure == "perplexity ratio" and result.choice.held_out_tokens > 50
     result = compressed(classifier, [labelled], tmp_path / "b", keep=0.75, label_column="label")
     assert result.choice.measure == "same labels" and 0 <= result.choice.chosen.held_out <= 1
-    with pytest.raises(DataError, match="compressed on pairs: give data with text_column"):
+    with pytest.raises(DataError, match="compressed on pairs: give --data with text_column"):
         compressed(translator, [], tmp_path / "c", keep=0.75)
-    with pytest.raises(DataError, match="labelled examples: give data with label_column"):
+    with pytest.raises(DataError, match="labelled examples: give --data with label_column"):
         compressed(classifier, [labelled], tmp_path / "c", keep=0.75)
     labelled.write_text("\n".join(rows[:40]))
     with pytest.raises(DataError, match="5 rows, is held out, and 8 are needed"):
@@ -439,10 +439,10 @@ def test_what_is_asked_for_wrongly_ends_in_a_sentence(
 ) -> None:
     out = tmp_path / "out"
     for wrong, message in [
-        ({}, "exactly one of keep"),
-        ({"keep": 0.5, "kv_budget": 0.5}, "exactly one of keep"),
-        ({"max_params": 10}, r"max_params 10: without any head, [\d,]+ are left"),
-        ({"max_kv_bytes": 10}, "max_kv_bytes 10"),
+        ({}, "exactly one of --keep"),
+        ({"keep": 0.5, "kv_budget": 0.5}, "exactly one of --keep"),
+        ({"max_params": 10}, r"--max-params 10: without any head, [\d,]+ are left"),
+        ({"max_kv_bytes": 10}, "--max-kv-bytes 10"),
         (
             {"keep": 0.5, "seq_len": 128, "calibration_tokens": 1024},
             "needed: give some 2,048 tokens, a smaller seq_len",

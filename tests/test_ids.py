@@ -35,7 +35,7 @@ from headprune.planning.from_evidence import CutRequest
 from headprune.proof.verify import verify
 from headprune.regression.check import CheckReport, check
 from headprune.render.report import report
-from headprune.render.runs import Run
+from headprune.render.runs import ReportedRun
 from headprune.schemas.gates import read_gates, read_metadata
 from headprune.schemas.manifest import Manifest, read_manifest
 from headprune.schemas.records import Evidence, Healing, Merging, Pruning
@@ -300,7 +300,7 @@ def scattered(made: Path, measured: dict[str, Report], place: Path) -> list[Path
     return [place / "half", place / "most"]
 
 
-def perplexities(runs: tuple[Run, ...]) -> list[list[float]]:
+def perplexities(runs: tuple[ReportedRun, ...]) -> list[list[float]]:
     return [[e.model.metrics[0].value for e in run.evaluations] for run in runs]
 
 

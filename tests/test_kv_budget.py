@@ -138,9 +138,9 @@ def test_the_dry_run_is_what_the_conversion_does(layout: str, folder: Path) -> N
 
 def test_what_leaves_nothing_to_choose_is_not_shown(folder: Path) -> None:
     tiny.save(tiny.model("llama-gqa"), folder / "model")
-    with pytest.raises(PlanError, match="give kv_budget and calibrate"):
+    with pytest.raises(PlanError, match="give --kv-budget and --calibrate"):
         convert(folder / "model", kv_budget=0.5, merge="lowrank", dry_run=True)
-    with pytest.raises(PlanError, match="give kv_budget and calibrate"):
+    with pytest.raises(PlanError, match="give --kv-budget and --calibrate"):
         convert(folder / "model", kv_heads=1, dry_run=True)
 
 

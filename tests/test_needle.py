@@ -102,7 +102,7 @@ def test_numbers_are_drawn_by_the_seed_and_lie_at_their_depth(examples: Examples
         (
             (20,),
             None,
-            "takes 25, and 16 of text are needed besides. Give --config needle_lengths=of 41",
+            "takes 25, and 16 of text are needed besides. Give needle_lengths of 41",
         ),
         ((), 40, "takes 25"),  # the model has no room for it
         ((64, 300), 256, "A needle in 300 tokens: model and tokenizer take 256 at most"),

@@ -35,7 +35,7 @@ from headprune.planning.from_evidence import CutRequest
 from headprune.regression.check import check
 from headprune.render.charts import quality_charts
 from headprune.render.report import report
-from headprune.render.runs import Run
+from headprune.render.runs import ReportedRun
 from headprune.schemas.gates import GatesMetadata, read_gates, read_metadata, write_gates
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
@@ -229,7 +229,7 @@ def test_what_was_measured_otherwise_is_drawn_apart(
         if number:
             {**content, "settings": content["provenance"]["settings"]}[part].update(changed)
         one = Report.model_validate(content)
-        runs.append(Run(path, "base", "", str(number), evaluations=(one,)))
+        runs.append(ReportedRun(path, "base", "", str(number), evaluations=(one,)))
     drawn = quality_charts(runs)
     assert len(drawn) == charts
     assert len({chart.note for chart in drawn}) == charts  # and told apart

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+import yaml
 from rich.markup import escape
 from typer.core import TyperCommand
 from typer.models import ArgumentInfo, OptionInfo
@@ -178,12 +179,20 @@ def _use_settings(context: typer.Context, command: Command, given: list[str]) ->
     for each in given:
         name, equals, value = each.partition("=")
         if equals and not Path(each).exists():
-            settings |= _known({name.replace("-", "_"): parse_yaml(value)}, command)
+            settings |= _known({name.replace("-", "_"): _value(each, value)}, command)
         else:
             settings |= settings_in(Path(each), command)
     context.meta["headprune"] = settings
     several = {n for n, (p, _) in command.options().items() if is_several(p.annotation)}
     context.default_map = {n: [str(v)] if n in several else str(v) for n, v in settings.items()}
+
+
+def _value(given: str, text: str) -> Any:
+    """The value of NAME=VALUE, as YAML reads it."""
+    try:
+        return parse_yaml(text)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        raise HeadpruneError(f"--config {given}: what follows '=' is no YAML.") from None
 
 
 def settings_in(path: Path, command: Command) -> dict[str, Any]:

@@ -348,7 +348,7 @@ def _refuse_unfit(task: str, data: Sequence[DataConfig]) -> None:
     """
     if task == "seq2seq-lm" and not (data and all(one.pairs for one in data)):
         raise DataError(
-            "An encoder-decoder is compressed on pairs: give --data with --text-column "
+            "An encoder-decoder is compressed on pairs: give --data with text_column "
             "SOURCE,TARGET (CSV, TSV, JSONL or parquet)."
         )
     if task in UNMEASURED:
@@ -358,6 +358,6 @@ def _refuse_unfit(task: str, data: Sequence[DataConfig]) -> None:
         )
     if task in CLASSIFIERS and not (data and all(one.label_column for one in data)):
         raise DataError(
-            "A classifier is compressed on labelled examples: give --data with --label-column "
+            "A classifier is compressed on labelled examples: give --data with label_column "
             "(CSV, TSV, JSONL or parquet)."
         )

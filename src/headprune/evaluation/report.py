@@ -19,11 +19,11 @@ from headprune.model.speed import Speed
 from headprune.schemas.values import Digest
 
 
-class _Part(BaseModel):
+class _Piece(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Metric(_Part):
+class Metric(_Piece):
     """One measured number, never rounded.
 
     Attributes:
@@ -61,7 +61,7 @@ class Metric(_Part):
         )
 
 
-class Provenance(_Part):
+class Provenance(_Piece):
     """What it takes to measure the same again.
 
     Attributes:
@@ -83,7 +83,7 @@ class Provenance(_Part):
     settings: dict[str, Any]
 
 
-class Identified(_Part):
+class Identified(_Piece):
     """A report with an id.
 
     Attributes:
@@ -114,7 +114,7 @@ class Identified(_Part):
         return digest_of(content)
 
 
-class Retrieval(_Part):
+class Retrieval(_Piece):
     """Needles retrieved from contexts of one length, at one depth.
 
     Attributes:
@@ -130,7 +130,7 @@ class Retrieval(_Part):
     n: Amount
 
 
-class ModelReport(_Part):
+class ModelReport(_Piece):
     """The numbers of one model.
 
     Attributes:
@@ -159,7 +159,7 @@ class ModelReport(_Part):
     needle: tuple[Retrieval, ...] | None = None
 
 
-class Difference(_Part):
+class Difference(_Piece):
     """Difference of the model from the base on the same windows.
 
     Attributes:

@@ -14,7 +14,7 @@ from headprune.io import hub
 from headprune.io.parsing import parse_yaml
 from headprune.io.writing import write_whole
 from headprune.render import records
-from headprune.render.blocks import Block, Code, Section, Table, Text
+from headprune.render.blocks import Block, Code, Paragraph, Section, Table
 from headprune.render.markdown import escaped, markdown
 from headprune.schemas.manifest import CARD, Manifest, read_manifest
 from headprune.schemas.plan import Plan, read_plan
@@ -39,15 +39,15 @@ def card(folder: Path, title: str, plan: Plan, manifest: Manifest, sections: str
         sections: Quality and roles, as ``quality_section`` and ``roles_section`` give them.
     """
     served = [Code(line, title=name) for name, line in serving(manifest, Path(title))]
-    before: list[Block] = [Text(records.what(manifest)), records.sizes(manifest.steps)]
+    before: list[Block] = [Paragraph(records.what(manifest)), records.sizes(manifest.steps)]
     if manifest.choice is not None:
         before.append(Section("Chosen", records.chosen(manifest.choice)))
-    stored = Text(records.stored(manifest.shape, manifest.uneven))
+    stored = Paragraph(records.stored(manifest.shape, manifest.uneven))
     before.append(Section("Load it", [records.load_code(manifest, title), stored]))
     before += [Section("Serve it", served)] * bool(served)
     after = [
         Section("Proof", records.proof(manifest)),
-        Section("Heads", [*records.heads_drawn(plan), Text(_FILES.format(id=manifest.id))]),
+        Section("Heads", [*records.heads_drawn(plan), Paragraph(_FILES.format(id=manifest.id))]),
     ]
     front = {**_metadata(_text(folder)), "library_name": "transformers"}
     front["tags"] = ["headprune", "attention-pruning"]
@@ -72,7 +72,7 @@ def roles_section(record: RolesRecord | None) -> str:
     if record is None:
         return ""
     table = records.roles(record)
-    return markdown([Section("Roles", [table or Text("No head has a role.")])])
+    return markdown([Section("Roles", [table or Paragraph("No head has a role.")])])
 
 
 def inherit_metadata(source: Path, folder: Path, origin: str | Path) -> None:

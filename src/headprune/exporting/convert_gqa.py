@@ -286,7 +286,7 @@ def preview(
     if not weighs(config, calibrate, layout):
         raise PlanError(
             "--dry-run shows how a budget is spent: give --kv-budget and --calibrate, and neither "
-            "--merge nor --layout uniform, which leave nothing to choose."
+            "--merge nor layout uniform, which leave nothing to choose."
         )
     refuse_request(config, calibrate, layout)
     context.stage("loading the model")

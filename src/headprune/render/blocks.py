@@ -32,7 +32,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Text:
+class Paragraph:
     """A sentence or two; a note begins with its tone."""
 
     words: str
@@ -79,7 +79,7 @@ class Section:
     folded: bool = False
 
 
-Block: TypeAlias = "Table | Text | Code | Chart | Section | HeadMap"
+Block: TypeAlias = "Table | Paragraph | Code | Chart | Section | HeadMap"
 Page: TypeAlias = Sequence[Block]
 
 

@@ -13,7 +13,7 @@ from headprune.regression.baseline import DECISIVE
 from headprune.render.blocks import Chart, Table, percent
 from headprune.render.histories import History
 from headprune.render.records import short_name
-from headprune.render.runs import Run
+from headprune.render.runs import ReportedRun
 from headprune.role import pictures
 
 
@@ -31,9 +31,9 @@ def _base_values(report: Report) -> dict[str, float]:
     return nearest | {one.name: one.value for one in report.against.metrics}
 
 
-def quality_charts(runs: Sequence[Run]) -> list[Chart]:
+def quality_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
     """Quality against size: one chart per metric, data, conditions and base."""
-    groups: dict[tuple[Any, ...], list[tuple[Run, Report]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[ReportedRun, Report]]] = {}
     for run in runs:
         for report in run.evaluations:
             name, base = main_metric(report).name, report.against
@@ -54,7 +54,7 @@ def _conditions(report: Report) -> tuple[str, ...]:
     return (*given, *dict.fromkeys(one.dtype for one in models))
 
 
-def _quality_chart(members: Sequence[tuple[Run, Report]], alone: bool) -> Chart:
+def _quality_chart(members: Sequence[tuple[ReportedRun, Report]], alone: bool) -> Chart:
     run, first = members[0]
     main, against, base_name = main_metric(first), first.against, run.base_name(first)
     assert against is not None
@@ -104,7 +104,7 @@ def _bounds(value: float, difference: Difference | None) -> tuple[float, float]:
     )
 
 
-def training_charts(run: Run) -> list[Chart]:
+def training_charts(run: ReportedRun) -> list[Chart]:
     """How the expected number of heads fell, and how losses went."""
     drawn = []
     for one in run.histories:
@@ -140,7 +140,7 @@ def _history(title: str, unit: str, lines: dict[str, list[float]], history: Hist
     )
 
 
-def roles_charts(run: Run) -> list[Chart]:
+def roles_charts(run: ReportedRun) -> list[Chart]:
     """Roles of heads, before and after a cut where both are known, and their scores."""
     if (record := run.roles) is None:
         return []

@@ -10,7 +10,7 @@ from rich.console import Console
 from headprune.evaluation.metrics import label
 from headprune.io.markup import inert
 from headprune.regression.verdicts import Judged, Verdict
-from headprune.render.blocks import Block, Table, Text, plural
+from headprune.render.blocks import Block, Paragraph, Table, plural
 from headprune.render.markdown import escaped, table
 from headprune.render.terminal import show
 
@@ -37,16 +37,16 @@ def checked(console: Console, report: CheckReport) -> None:
     page: list[Block] = [Table(("", "limit", "measured", f"{level}interval", "n"), rows, names=2)]
     for one in report.limits:
         if one.verdict is Verdict.UNDECIDED:
-            page.append(Text(f"{one.limit}: {one.advice()}.", "warning"))
+            page.append(Paragraph(f"{one.limit}: {one.advice()}.", "warning"))
     if report.baseline is not None:
         commit = f", commit {report.baseline_commit[:12]}" if report.baseline_commit else ""
-        page.append(Text(f"Baseline: {report.baseline}{commit}."))
+        page.append(Paragraph(f"Baseline: {report.baseline}{commit}."))
     broken, undecided = (
         sum(one.verdict is verdict for one in report.limits)
         for verdict in (Verdict.BROKEN, Verdict.UNDECIDED)
     )
     counts = f"{plural(len(report.limits), 'limit')}, {broken} broken, {undecided} undecided"
-    show(console, [*page, Text(f"{report.model}: {report.verdict.value}: {counts}.")])
+    show(console, [*page, Paragraph(f"{report.model}: {report.verdict.value}: {counts}.")])
 
 
 def recorded(console: Console, baseline: Baseline, path: str) -> None:
@@ -58,7 +58,7 @@ def recorded(console: Console, baseline: Baseline, path: str) -> None:
     dirty = ", with changed files" if baseline.dirty else ""
     n = max(map(len, baseline.samples.values()))
     words = f"Baseline of {n} windows or examples ({where}{dirty}): {path}."
-    show(console, [Table(("", ""), rows), Text(words)])
+    show(console, [Table(("", ""), rows), Paragraph(words)])
 
 
 def step_summary(model: str, judged: Sequence[Judged], verdict: Verdict) -> str:

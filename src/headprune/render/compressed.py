@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headprune.render import records
-from headprune.render.blocks import Block, Table, Text
+from headprune.render.blocks import Block, Paragraph, Table
 from headprune.render.results import written
 from headprune.render.terminal import show
 
@@ -25,7 +25,7 @@ def outline(console: Console, result: Outline) -> None:
     ]
     if result.heal_steps is not None:
         page.append(f"Then healed for {result.heal_steps} steps, if that helps.")
-    show(console, [*map(Text, page), Text("Nothing was written (--dry-run).")])
+    show(console, [*map(Paragraph, page), Paragraph("Nothing was written (--dry-run).")])
 
 
 def compressed(console: Console, result: Compressed) -> None:
@@ -35,18 +35,18 @@ def compressed(console: Console, result: Compressed) -> None:
     if choice.lead is not None:
         low, high = choice.lead
         words = "Better than the next by" if low > 0 else "Not told apart from the next:"
-        page.append(Text(f"{words} {low:.4f} to {high:.4f} (95 % of resamples)."))
+        page.append(Paragraph(f"{words} {low:.4f} to {high:.4f} (95 % of resamples)."))
     texts = choice.chosen.by_text
     if len(texts) > 1:
         cells = [("", *(f"{value:.4f}" for value in texts.values()))]
         page.append(Table((f"{choice.measure}, taken", *texts), cells))
     for name, reason in choice.failed.items():
-        page.append(Text(f"{name} was not possible: {reason}", "note"))
+        page.append(Paragraph(f"{name} was not possible: {reason}", "note"))
     page += written(result.pruned)
     if result.unseen_beyond is not None:
         words = (
             f"contexts of more than {result.unseen_beyond:,} tokens were not measured: "
             "evaluate it with --needle."
         )
-        page.append(Text(words, "note"))
+        page.append(Paragraph(words, "note"))
     show(console, page)

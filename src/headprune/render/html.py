@@ -13,15 +13,15 @@ from markupsafe import Markup
 from headprune._version import __version__
 from headprune.io.figures import inline_svg
 from headprune.io.markup import xml_safe
-from headprune.render.blocks import Block, Chart, Code, Section, Table, Text, Tile
+from headprune.render.blocks import Block, Chart, Code, Paragraph, Section, Table, Tile
 
 if TYPE_CHECKING:
-    from headprune.render.runs import Run
+    from headprune.render.runs import ReportedRun
 
 
 def report_page(
     title: str,
-    heads: Sequence[tuple[Run, Sequence[Tile]]],
+    heads: Sequence[tuple[ReportedRun, Sequence[Tile]]],
     shared: Sequence[Block],
     own: Sequence[Sequence[Block]],
 ) -> str:
@@ -66,7 +66,7 @@ def page(name: str, **content: Any) -> str:
 
 def _kind(block: Block) -> str:
     """Which macro of the template draws a block."""
-    kinds = {Table: "table", Text: "text", Code: "code", Chart: "chart", Section: "section"}
+    kinds = {Table: "table", Paragraph: "text", Code: "code", Chart: "chart", Section: "section"}
     return kinds.get(type(block), "map")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from headprune.io.markup import inert, printable, xml_safe
-from headprune.render.blocks import Block, Chart, Code, Page, Section, Table, Text
+from headprune.render.blocks import Block, Chart, Code, Page, Paragraph, Section, Table
 
 
 def markdown(page: Page, level: int = 2) -> str:
@@ -16,7 +16,7 @@ def markdown(page: Page, level: int = 2) -> str:
 def _block(block: Block, level: int) -> str:
     if isinstance(block, Table):
         return table(block)
-    if isinstance(block, Text):
+    if isinstance(block, Paragraph):
         return (f"**{block.tone}:** " if block.tone else "") + escaped(block.words)
     if isinstance(block, Code):
         title = f"{block.title}\n\n" if block.title else ""
@@ -27,9 +27,11 @@ def _block(block: Block, level: int) -> str:
             return f"<details><summary>{escaped(block.title)}</summary>\n\n{inside}\n\n</details>"
         return f"{'#' * level} {escaped(block.title)}\n\n{inside}"
     if isinstance(block, Chart):
-        section = Section(block.title, (block.table, Text(block.note)), folded=True)
+        section = Section(block.title, (block.table, Paragraph(block.note)), folded=True)
     else:  # a map of heads
-        section = Section(block.title, (Text(block.key), Code(block.lines(), "text")), folded=True)
+        section = Section(
+            block.title, (Paragraph(block.key), Code(block.lines(), "text")), folded=True
+        )
     return _block(section, level)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headprune.evaluation.metrics import label
-from headprune.render.blocks import Block, Table, Text, byte_size, percent
+from headprune.render.blocks import Block, Paragraph, Table, byte_size, percent
 from headprune.render.markdown import table
 from headprune.render.terminal import folded, show
 
@@ -34,7 +34,7 @@ def inspection(console: Console, report: Inspection) -> None:
         rows[a.path] = (*[a.kind] * several, *map(str, numbers))
     columns = (*["kind"] * several, "query heads", "KV heads", "head_dim", "parameters")
     page: list[Block] = [
-        Text(
+        Paragraph(
             f"{report.architecture} (family {report.family}, {report.task}, {report.dtype}): "
             f"{report.parameters:,} parameters, "
             f"{percent(report.attention_parameters, report.parameters)} of them in attention"
@@ -43,7 +43,7 @@ def inspection(console: Console, report: Inspection) -> None:
     ]
     if report.kv_cache_bytes_per_token:
         sizes = ", ".join(f"{n:,} in {d}" for d, n in report.kv_cache_bytes_per_token.items())
-        page.append(Text(f"KV cache, bytes per token: {sizes}"))
+        page.append(Paragraph(f"KV cache, bytes per token: {sizes}"))
     savings = [
         (
             f"{saving.heads_removed:.0%}",
@@ -55,14 +55,14 @@ def inspection(console: Console, report: Inspection) -> None:
     ]
     saved = ("parameters saved", "of the model", "KV bytes/token saved")
     page.append(Table(("heads removed", *saved), savings))
-    page.append(Text(f"Default unit: {report.unit.value} ({report.units} of them)."))
-    show(console, [*page, *(Text(note, "note") for note in report.notes)])
+    page.append(Paragraph(f"Default unit: {report.unit.value} ({report.units} of them)."))
+    show(console, [*page, *(Paragraph(note, "note") for note in report.notes)])
 
 
 def families(console: Console, rows: list[Capability]) -> None:
     """What works for which family; every listed one can be gated, cut and proven."""
     grid, notes = _families(rows)
-    show(console, [grid, *map(Text, (*notes, _LEGEND))])
+    show(console, [grid, *map(Paragraph, (*notes, _LEGEND))])
 
 
 def families_markdown(rows: list[Capability]) -> str:

@@ -12,9 +12,9 @@ from headprune.render.blocks import (
     ZERO,
     Block,
     Code,
+    Paragraph,
     Signs,
     Table,
-    Text,
     before_after,
     percent,
 )
@@ -105,7 +105,7 @@ def refit(manifest: Manifest) -> list[Block]:
             f" On {worth.tokens:,} held-out tokens: {worth.measure} {worth.without:.4g} without "
             f"-> {worth.refitted:.4g} with it."
         )
-    return [Text(words)]
+    return [Paragraph(words)]
 
 
 def proof(manifest: Manifest) -> list[Block]:
@@ -119,7 +119,7 @@ def proof(manifest: Manifest) -> list[Block]:
             ("bytes compared", f"{tensors.bytes:,}"),
         ]
         words = "every tensor holds slices of the original, to the bit; no outputs were compared."
-        return [Text(words, "verified"), Table(("", "count"), rows)]
+        return [Paragraph(words, "verified"), Table(("", "count"), rows)]
     original = {Healing: "healed model", Merging: "merged original"}.get(
         type(manifest.done), "gated original"
     )
@@ -133,7 +133,7 @@ def proof(manifest: Manifest) -> list[Block]:
     if measured.cast:
         rows.append((f"cost of writing {manifest.dtype}", f"{measured.cast:.1e}"))
     words = "outputs match on probe inputs; differences are relative to the largest output."
-    return [Text(words, "verified"), Table(("", "difference"), rows)]
+    return [Paragraph(words, "verified"), Table(("", "difference"), rows)]
 
 
 def load_code(manifest: Manifest, folder: str) -> Code:
@@ -182,7 +182,7 @@ def heads_drawn(plan: Plan) -> list[Block]:
     if any(ZERO in signs for _, signs in lines):
         key += f" {ZERO} is a zero head, which computes nothing."
     drawn = "\n".join(f"{path:<{width}}  {signs}" for path, signs in lines)
-    return [Text(key), Code(drawn, "text")]
+    return [Paragraph(key), Code(drawn, "text")]
 
 
 def contenders(choice: ModelChoice) -> Table:
@@ -207,7 +207,7 @@ def chosen(choice: ModelChoice) -> list[Block]:
         f"Kept: {choice.goal}; {choice.chosen.name}, the best of {len(choice.contenders)} on one "
         f"half of {choice.held_out_tokens:,} held-out tokens; numbers are of the other half."
     )
-    return [Text(words), contenders(choice)]
+    return [Paragraph(words), contenders(choice)]
 
 
 def roles(record: RolesRecord, kept: Set[tuple[str, int]] | None = None) -> Table | None:

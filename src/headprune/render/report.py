@@ -19,9 +19,9 @@ from headprune.render import charts, records
 from headprune.render.blocks import (
     Block,
     Chart,
+    Paragraph,
     Section,
     Table,
-    Text,
     Tile,
     percent,
     plural,
@@ -32,7 +32,7 @@ from headprune.render.head_map import HeadMap
 from headprune.render.html import report_page
 from headprune.render.markdown import escaped, markdown
 from headprune.render.models import evaluated, speeds
-from headprune.render.runs import Run, assemble
+from headprune.render.runs import ReportedRun, assemble
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Shape
 
@@ -43,7 +43,7 @@ MARKDOWN = (".md", ".markdown")
 class Reported:
     """A finished report: its runs, and the page or the Markdown."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ReportedRun, ...]
     output: Path
 
     def as_json(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def report(runs: Sequence[str | Path], output: Path, overwrite: bool = False) ->
     return Reported(tuple(shown), output)
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[ReportedRun]) -> str:
     """Return the HTML page: one file, nothing from elsewhere."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side"
     heads = [(run, tiles(run)) for run in runs]
@@ -95,7 +95,7 @@ def page(runs: Sequence[Run]) -> str:
     return report_page(title, heads, [comparison(runs), *shared, *maps], own)
 
 
-def _named_maps(runs: Sequence[Run]) -> Iterator[HeadMap]:
+def _named_maps(runs: Sequence[ReportedRun]) -> Iterator[HeadMap]:
     """The maps of heads of several runs, each with the name of its run."""
     for run in runs:
         if run.head_map is not None:
@@ -103,7 +103,7 @@ def _named_maps(runs: Sequence[Run]) -> Iterator[HeadMap]:
             yield run.head_map
 
 
-def summary(runs: Sequence[Run]) -> str:
+def summary(runs: Sequence[ReportedRun]) -> str:
     """Return the same in short, for a pull request."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     several = len(runs) > 1
@@ -124,13 +124,13 @@ def summary(runs: Sequence[Run]) -> str:
     )
 
 
-def run_blocks(run: Run) -> list[Block]:
+def run_blocks(run: ReportedRun) -> list[Block]:
     """Heads, trainings, proof, roles, checks and evaluations of a run."""
     blocks: list[Block] = [run.head_map] if run.head_map is not None else []
     blocks += charts.training_charts(run) + charts.roles_charts(run)
     if run.manifest is not None:
         code = records.load_code(run.manifest, run.path.name)
-        stored = Text(records.stored(run.manifest.shape, run.manifest.uneven))
+        stored = Paragraph(records.stored(run.manifest.shape, run.manifest.uneven))
         blocks.append(Section("Proof", records.proof(run.manifest), folded=True))
         blocks.append(Section("Load it", [code, stored], folded=True))
         if run.manifest.choice is not None:
@@ -140,7 +140,7 @@ def run_blocks(run: Run) -> list[Block]:
     for check in run.checks:
         rows = [(one.limit, one.found(), one.verdict.value) for one in check.limits]
         table = Table(("limit", "found", "verdict"), rows, names=3)
-        verdict = Text(f"{check.verdict.value}: {check.model}")
+        verdict = Paragraph(f"{check.verdict.value}: {check.model}")
         blocks.append(Section("Check", [verdict, table], folded=True))
     for report in run.evaluations:
         inside = evaluated(report, run.base_name(report) if run.manifest is not None else None)
@@ -153,7 +153,7 @@ def run_blocks(run: Run) -> list[Block]:
     return blocks
 
 
-def tiles(run: Run) -> list[Tile]:
+def tiles(run: ReportedRun) -> list[Tile]:
     """The first numbers to look at."""
     shown = [*_size_tiles(run), *_measured_tiles(run)]
     manifest, drawn = run.manifest, run.head_map
@@ -181,7 +181,7 @@ def tiles(run: Run) -> list[Tile]:
     return shown
 
 
-def _size_tiles(run: Run) -> list[Tile]:
+def _size_tiles(run: ReportedRun) -> list[Tile]:
     shown = []
     for name, before, after in _size_rows(run):
         number = short_count if name == "parameters" else "{:,}".format
@@ -190,7 +190,7 @@ def _size_tiles(run: Run) -> list[Tile]:
     return shown
 
 
-def _size_rows(run: Run) -> list[tuple[str, int, int]]:
+def _size_rows(run: ReportedRun) -> list[tuple[str, int, int]]:
     """Counts before and after: of the original where it was evaluated, or of the first step."""
     report = run.evaluation
     if report is not None and report.against is not None and run.is_against_original(report):
@@ -212,7 +212,7 @@ def _size_rows(run: Run) -> list[tuple[str, int, int]]:
     return []
 
 
-def _measured_tiles(run: Run) -> list[Tile]:
+def _measured_tiles(run: ReportedRun) -> list[Tile]:
     """The main metric, and the speed of the largest batch."""
     if (report := run.evaluation) is None:
         return []
@@ -231,7 +231,7 @@ def _measured_tiles(run: Run) -> list[Tile]:
     return shown
 
 
-def comparison(runs: Sequence[Run]) -> Table:
+def comparison(runs: Sequence[ReportedRun]) -> Table:
     """Runs side by side: one column each, one row per number that any of them has."""
     columns: list[dict[str, str]] = []
     for run in runs:

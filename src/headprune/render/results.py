@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headprune.render import records
-from headprune.render.blocks import Block, Code, Table, Text, before_after, percent
+from headprune.render.blocks import Block, Code, Paragraph, Table, before_after, percent
 from headprune.render.next_commands import after_cut
 from headprune.render.terminal import show
 
@@ -41,9 +41,9 @@ def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
         f"({percent(m.kept_heads, m.query_heads)}, unit {m.unit.value}, method {m.method.value}) "
         f"after {m.steps} steps; last {m.objective} loss {m.final_loss:.4f}."
     )
-    page: list[Block] = [Text(words), Text(f"Written to {run.output}.")]
+    page: list[Block] = [Paragraph(words), Paragraph(f"Written to {run.output}.")]
     if run.ragged:
-        page.append(Text(_RAGGED, "note"))
+        page.append(Paragraph(_RAGGED, "note"))
     show(console, [*page, Code(next_command, title="Next")])
 
 
@@ -61,7 +61,7 @@ def preview(console: Console, preview: Preview) -> None:
         *roles_lost(preview.roles_lost),
         *_costs("--layout", preview.shapes),
         *_costs("--for", preview.engines),
-        Text(f"{records.stored(preview.shape, uneven)} {_DRY}"),
+        Paragraph(f"{records.stored(preview.shape, uneven)} {_DRY}"),
     ]
     show(console, page)
 
@@ -71,8 +71,8 @@ def roles_lost(lost: Sequence[str] | None) -> list[Block]:
     if lost is None:
         return []
     if not lost:
-        return [Text("Every role that heads have keeps one.")]
-    return [Text(f"No head stays of these roles: {', '.join(lost)}.", "warning")]
+        return [Paragraph("Every role that heads have keeps one.")]
+    return [Paragraph(f"No head stays of these roles: {', '.join(lost)}.", "warning")]
 
 
 def _costs(option: str, costs: Sequence[ShapeCost]) -> list[Block]:
@@ -101,14 +101,14 @@ def converted(console: Console, result: Converted) -> None:
     how = f"merge {result.merge}, grouping {result.grouping}"
     if result.calibration_tokens:
         how += f", calibrated on {result.calibration_tokens:,} tokens, layer after layer"
-    page: list[Block] = [Text(how)]
+    page: list[Block] = [Paragraph(how)]
     if result.planned is not None:
         page += _ways(result.planned)
     elif len(set(result.kv_heads.values())) > 1:
         rows = [(path, *map(str, counts)) for path, counts in result.kv_heads.items()]
         page.append(Table(("attention module", "KV heads", "after"), rows, modules=True))
     if result.own_keys:
-        page.append(Text(_OWN_KEYS.format(len(result.own_keys)), "note"))
+        page.append(Paragraph(_OWN_KEYS.format(len(result.own_keys)), "note"))
     show(console, [*page, records.sizes([result.pruned.manifest]), *written(result.pruned)])
 
 
@@ -121,7 +121,7 @@ def kv_preview(console: Console, preview: KvPreview) -> None:
     ]
     counts = before_after([("KV heads", *preview.kv_heads)])
     engines = Table(("--for", "expected cost"), rows, names=2)
-    show(console, [*_ways(preview.planned), counts, engines, Text(_DRY)])
+    show(console, [*_ways(preview.planned), counts, engines, Paragraph(_DRY)])
 
 
 def _ways(planned: KvPlan) -> list[Block]:
@@ -133,7 +133,7 @@ def _ways(planned: KvPlan) -> list[Block]:
         cells = [f"{costs[n] / (planned.cost or 1.0):.2%}" if n in costs else "" for n in names]
         rows.append((path, record.way, *cells))
     columns = ("attention module", "chosen", *names)
-    note = Text("Costs as shares of the whole choice's expected cost.")
+    note = Paragraph("Costs as shares of the whole choice's expected cost.")
     return [Table(columns, rows, names=2, modules=True), note]
 
 
@@ -150,17 +150,17 @@ def healed(console: Console, result: Healed) -> None:
 def exported(console: Console, result: Exported) -> None:
     """What was written, and how it was proven."""
     record = result.record
-    page: list[Block] = [Text(change, "note") for change in record.changes]
-    page.append(Text(str(record.proof), "verified"))
+    page: list[Block] = [Paragraph(change, "note") for change in record.changes]
+    page.append(Paragraph(str(record.proof), "verified"))
     files = ", ".join(record.files)
-    page.append(Text(f"Written to {result.output}: {files} ({result.bytes:,} bytes)."))
+    page.append(Paragraph(f"Written to {result.output}: {files} ({result.bytes:,} bytes)."))
     show(console, [*page, *[Code(str(result.serve), title="Serve it")] * bool(result.serve)])
 
 
 def verification(console: Console, result: Verification) -> None:
     """All checks, and their outcomes."""
     rows = [("passed" if c.passed else "FAILED", c.name, c.found) for c in result.checks]
-    notes = [Text(result.not_run, "note")] if result.not_run else []
+    notes = [Paragraph(result.not_run, "note")] if result.not_run else []
     show(console, [Table(("", "check", "outcome"), rows, names=3), *notes])
 
 
@@ -171,7 +171,7 @@ def written(result: Pruned) -> list[Block]:
 
     manifest, output = result.manifest, result.output
     stored = records.stored(manifest.shape, manifest.uneven)
-    page = [*records.proof(manifest), Text(f"{stored} Written to {output}.")]
+    page = [*records.proof(manifest), Paragraph(f"{stored} Written to {output}.")]
     if measure := after_cut(result):
         page.append(Code(measure, title="Measure it on other text"))
     for engine, line in serving(manifest, output):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headprune.model.attention import layer_names
-from headprune.render.blocks import Block, Signs, Table, Text, percent
+from headprune.render.blocks import Block, Paragraph, Signs, Table, percent
 from headprune.render.terminal import show
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ def roles(console: Console, result: RolesRecord, output: Path) -> None:
     """Every layer's heads, a line per role, and what became of the original's."""
     signs = [(module.path, _signs(module, result)) for module in result.modules]
     page: list[Block] = [Table(("attention module", "heads"), signs, names=2, modules=True)]
-    page += [_by_role(result), Text(_KEY), *_effects(result), *_sets(result)]
+    page += [_by_role(result), Paragraph(_KEY), *_effects(result), *_sets(result)]
     page += _changes(result) if result.against is not None else []
     level = 100 * result.settings.confidence
     words = f"{result.tokens:,} tokens of text; intervals at {level:g}%. Written to {output}."
-    show(console, [*page, Text(words)])
+    show(console, [*page, Paragraph(words)])
 
 
 def _signs(module: ModuleRoles, result: RolesRecord) -> Signs:
@@ -117,7 +117,7 @@ def _changes(result: RolesRecord) -> list[Block]:
             rows.append((name, *counts, "lost" if change.is_lost else ""))
         for word, heads in (("lost", change.lost), ("moved", change.moved)):
             if heads and not result.roles[name].attribute:
-                lines.append(Text(f"{name} {word}: {_listed(heads, layers)}"))
+                lines.append(Paragraph(f"{name} {word}: {_listed(heads, layers)}"))
     return [Table(("role", "kept", "lost", "moved", ""), rows), *lines]
 
 

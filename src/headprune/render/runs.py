@@ -30,7 +30,7 @@ _UNIT = {
 
 
 @dataclass
-class Run:
+class ReportedRun:
     """One run: a result with the parts that belong to it, or a part of no result."""
 
     path: Path
@@ -68,7 +68,7 @@ class Run:
         return report.against.name if short == short_name(report.model.name) else short
 
 
-def assemble(places: Sequence[Place]) -> list[Run]:
+def assemble(places: Sequence[Place]) -> list[ReportedRun]:
     """Return a run per result that nothing else was made of, and per part of no result.
 
     Raises:
@@ -107,14 +107,14 @@ class _Parts:
         self.used.add(id_)
         return is_new
 
-    def run_of(self, tip: Result, place: Place) -> Run:
+    def run_of(self, tip: Result, place: Place) -> ReportedRun:
         """The run of a result."""
         manifest = tip.manifest
         chain = [self.results[s.id] for s in manifest.lineage if s.id in self.results] + [tip]
         ids = [step.evidence.id for step in manifest.steps if step.evidence is not None]
         path, gates = next((self.gates[id_] for id_ in ids if id_ in self.gates), (None, None))
         scores = self._scores(manifest, place)
-        run = Run(
+        run = ReportedRun(
             tip.path, manifest.steps[0].source.name, records.what(manifest), manifest=manifest
         )
         run.evaluations = self._evaluations(manifest)
@@ -146,7 +146,7 @@ class _Parts:
 
         What is compared with the original comes first, and the newest.
         """
-        probe, lineage = Run(Path(), "", "", manifest=manifest), _lineage(manifest)
+        probe, lineage = ReportedRun(Path(), "", "", manifest=manifest), _lineage(manifest)
         own = [e for e in self.evaluations if e.model.id == manifest.id]
 
         def rank(e: Report) -> tuple[bool, bool, str]:
@@ -158,7 +158,7 @@ class _Parts:
             *(e for e in self.evaluations if e.model.id in ids),
         ]
 
-    def _add_roles(self, run: Run) -> None:
+    def _add_roles(self, run: ReportedRun) -> None:
         """Adds the roles of a result against its original, or of the original."""
         assert run.manifest is not None
         source, left = run.manifest.steps[0].source.fingerprint, run.manifest.layout
@@ -185,11 +185,11 @@ class _Parts:
             rises = {key: f"{nats:+.3f}" for key, nats in effects.items()}
             run.head_map.tell("loss without it, nats", rises)
 
-    def others(self, place: Place) -> Iterator[Run]:
+    def others(self, place: Place) -> Iterator[ReportedRun]:
         """Runs of parts that belong to no result."""
         for path, gates in place.gates.items():
             if self.new(gates.id):
-                yield Run(
+                yield ReportedRun(
                     path,
                     gates.metadata.model.name,
                     _gates_summary(gates),
@@ -200,13 +200,13 @@ class _Parts:
             if self.new(scores.id):
                 name, criteria = scores.metadata.model.name, ", ".join(scores.metadata.criteria)
                 summary = f"Heads of {name} scored by {criteria}."
-                yield Run(path, name, summary, head_map=_map_of_scores(scores))
+                yield ReportedRun(path, name, summary, head_map=_map_of_scores(scores))
         for path, record in place.roles.items():
             if self.new(str(path)):
                 against = f" against {record.against.name}" if record.against is not None else ""
                 text = f"Roles of the heads of {record.model.name}{against}, on "
                 text += f"{short_name(record.data.source)}."
-                yield Run(path, record.model.name, text, roles=record)
+                yield ReportedRun(path, record.model.name, text, roles=record)
         for path, report in place.evaluations.items():
             if self.new(report.id):
                 base = report.against.name if report.against is not None else None
@@ -214,12 +214,12 @@ class _Parts:
                 data = short_name(str(report.provenance.data.get("source", "")))
                 text = f"{report.model.name} measured{against} on {data}."
                 text += _unknown(report.model.id)
-                yield Run(path, base or report.model.name, text, evaluations=[report])
+                yield ReportedRun(path, base or report.model.name, text, evaluations=[report])
         for path, check in place.checks.items():
             if self.new(check.id):
                 text = f"{check.model} held to {len(check.limits)} limits."
                 text += _unknown(check.measured)
-                yield Run(path, check.model, text, checks=[check])
+                yield ReportedRun(path, check.model, text, checks=[check])
 
 
 def _lineage(manifest: Manifest) -> set[str]:

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from headprune.render import records
-from headprune.render.blocks import Block, Code, Table, Text, percent
+from headprune.render.blocks import Block, Code, Paragraph, Table, percent
 from headprune.render.results import roles_lost
 from headprune.render.terminal import show
 
@@ -37,7 +37,7 @@ def scores(console: Console, scores: Scores, output: Path, next_command: str) ->
         f"{sum(about.units)} units ({about.unit.value}) of {len(about.modules)} attention modules, "
         f"{about.tokens:,} tokens. Written to {output}."
     )
-    show(console, [Text(words), Code(next_command, title="Next")])
+    show(console, [Paragraph(words), Code(next_command, title="Next")])
 
 
 def heat_maps(console: Console, scores: Scores) -> None:
@@ -51,7 +51,7 @@ def heat_maps(console: Console, scores: Scores) -> None:
         title = f"{name}  {scores.metadata.criteria[name]}"
         columns = ("attention module", scores.metadata.unit.value)
         page.append(Table(columns, rows, title, names=2, modules=True))
-    show(console, [*page, Text(f"{SHADES[0]} would go first, {SHADES[-1]} last")])
+    show(console, [*page, Paragraph(f"{SHADES[0]} would go first, {SHADES[-1]} last")])
 
 
 def planned(console: Console, result: Planned, output: Path | None, next_command: str) -> None:
@@ -59,7 +59,7 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
     plan = result.plan
     kept, heads = plan.kept_heads, plan.query_heads
     words = f"{kept} of {heads} query heads stay ({percent(kept, heads)}), by {result.criterion}."
-    page: list[Block] = [records.heads(plan), Text(words)]
+    page: list[Block] = [records.heads(plan), Paragraph(words)]
     if result.spent:
         rows = [
             (name, f"{most:,.6g}", f"{spent:,.6g}") for name, (most, spent) in result.spent.items()
@@ -67,11 +67,11 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
         page.append(Table(("budget", "at most", "plan"), rows))
     if result.kept_of_free is not None:
         share = percent(result.kept_of_free)
-        page.append(Text(f"It keeps {share} of the evidence of a choice for no engine."))
+        page.append(Paragraph(f"It keeps {share} of the evidence of a choice for no engine."))
     page += roles_lost(result.roles_lost)
-    page += [Text(note, "note") for note in result.notes]
+    page += [Paragraph(note, "note") for note in result.notes]
     if output is not None:
-        page += [Text(f"Written to {output}."), Code(next_command, title="Next")]
+        page += [Paragraph(f"Written to {output}."), Code(next_command, title="Next")]
     show(console, page)
 
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table as Grid
 from rich.text import Text as Styled
 
-from headprune.render.blocks import KEPT, Code, Page, Signs, Table, Text
+from headprune.render.blocks import KEPT, Code, Page, Paragraph, Signs, Table
 
 _TONES = {"verified": "bold green", "note": "yellow", "warning": "yellow"}
 _WORDS = {"passed": "green", "broken": "bold red", "FAILED": "bold red", "cannot decide": "yellow"}
@@ -24,7 +24,7 @@ def show(console: Console, page: Page) -> None:
     for block in page:
         if isinstance(block, Table):
             _table(console, block)
-        elif isinstance(block, Text):
+        elif isinstance(block, Paragraph):
             words = escape(block.words)
             if block.tone == "strong":
                 words = f"[bold]{words}[/]"

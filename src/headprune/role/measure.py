@@ -70,7 +70,7 @@ def roles(
     tokenizers = [load_tokenizer(source, trust_remote_code=remote) for source in sources]
     if against is not None:
         refuse_other_tokenizer(tokenizers[0], tokenizers[1], sources)
-    measured: list[tuple[ModelIdentity, Measured]] = []
+    measured: list[tuple[ModelIdentity, MeasuredRoles]] = []
     for source in sources:  # one after the other: only one is in memory
         settings = config.model_copy(update={"ablation_tokens": 0}) if measured else config
         context.stage(f"loading '{source}'")
@@ -111,7 +111,7 @@ def roles(
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRoles:
     """The roles of a model, and how much text was read for them."""
 
     modules: tuple[ModuleRoles, ...]
@@ -122,7 +122,7 @@ class Measured:
 
 def roles_of(
     net: PreTrainedModel, tokenizer: Any, data: DataConfig, config: RolesConfig, context: Context
-) -> Measured:
+) -> MeasuredRoles:
     """Return what the heads of a loaded model do."""
     attentions = of_kinds(attention_of(net), config.attention)
     text, tokens = text_input(net, tokenizer, data, config)
@@ -162,4 +162,4 @@ def roles_of(
     if batches:
         context.stage("taking out every head, and the heads of every role")
         modules, sets = effects(net, attentions, modules, batches, config, context.step)
-    return Measured(modules, tokens, sum(len(b["input_ids"]) for b in text.batches), sets)
+    return MeasuredRoles(modules, tokens, sum(len(b["input_ids"]) for b in text.batches), sets)
