@@ -111,10 +111,12 @@ class Run:
         with suppress(OSError):
             (self.folder / CONFIG).unlink(missing_ok=True)
             (self.folder / HISTORY).unlink(missing_ok=True)
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
-            for folder in filter(abandoned, [*self.folder.iterdir()]):  # of a killed run
+            killed = filter(abandoned, [*self.folder.iterdir()])
+            for folder in [*self.checkpoints.glob("checkpoint-*"), *killed]:
                 shutil.rmtree(folder, ignore_errors=True)
-            self.folder.rmdir()  # unless a user put something there
+        for folder in (self.checkpoints, self.folder):
+            with suppress(OSError):
+                folder.rmdir()  # unless a user put something there
 
     def _refuse_foreign(self) -> None:
         if not self.folder.is_dir():
