@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -467,11 +467,11 @@ def test_a_role_that_a_head_nearly_has_is_not_surely_lost(
     changed = {"scores": scores, "nearly": ("induction",) if nearly else ()}
     heads = (head.model_copy(update=changed), *last.heads[1:])
     now = (first, last.model_copy(update={"heads": heads}))
-    records = iter([record.model_copy(update={"modules": now}), record])
-    monkeypatch.setattr("headprune.regression.roles.roles_of", lambda *_: next(records))
-    domain = LoadedDomain("", DataConfig(source="d"), examples=(), rows=None)
-    model = tiny.model("gpt2")
-    loaded = Loaded((None, None), ("m", "o"), (model, model), None, (domain,))
+    measured = iter([Mock(modules=now, sequences=12), Mock(modules=record.modules)])
+    monkeypatch.setattr("headprune.regression.roles.roles_of", lambda *_: next(measured))
+    domain = Mock(spec=LoadedDomain, data=DataConfig(source="d"))
+    nets = (tiny.model("gpt2"),) * 2
+    loaded = Mock(spec=Loaded, nets=nets, tokenizer=None, domains=(domain,))
     limit = parse_limit("roles_lost == 0")
     config = CheckConfig(model="m", data="d")
     judged = judge_roles([limit], loaded, config, lambda *_: None)[limit]
