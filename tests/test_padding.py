@@ -115,7 +115,7 @@ def test_the_cache_is_what_was_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     bare = headprune.prune(model, plan=plan, dry_run=True)
     assert found["kv_heads"][1] == bare.kv_heads[1] + 1
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "`□` is a zero head" in card and "vllm serve" in card and "--to vllm" not in card
+    assert "□ is a zero head" in card and "vllm serve" in card and "--to vllm" not in card
 
 
 def test_by_scores_with_a_refit(tmp_path: Path) -> None:

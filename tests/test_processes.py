@@ -171,7 +171,7 @@ def test_batches_are_shared_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert processes.share_of(4) == 2
     for batch in (1, 3):
-        with pytest.raises(HeadpruneError, match="make --config batch_size=a multiple of 2"):
+        with pytest.raises(HeadpruneError, match="make --batch-size a multiple of 2"):
             processes.share_of(batch)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(HeadpruneError, match="The launcher asks for FSDP"):

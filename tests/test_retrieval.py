@@ -94,7 +94,7 @@ def test_random_heads_do_not_retrieve(
     ("case", "length", "said"),
     [
         ("bert-mlm", 64, "this one is a BertForMaskedLM"),
-        ("gpt2", 20, "Give --config needle_lengths=of 41 or more"),
+        ("gpt2", 20, "Give needle_lengths of 41 or more"),
         ("gpt2", 5000, "model and tokenizer take 128 at most"),
     ],
 )

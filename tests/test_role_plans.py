@@ -92,8 +92,8 @@ def test_what_cannot_be_is_said_and_nothing_written(
     places = {"{other}": tmp_path / "other.json", "{empty}": tmp_path / "empty"}
     given = [places.get(str(one), one) for one in arguments]
     given += [] if "--roles" in given else ["--roles", place / "roles"]
-    told = ("plan", place / "model", "--scores", place / "scores", *given)
-    code, _, err = run(capsys, *told, tmp_path / "plan.json")
+    words = ("prune", place / "model", "--scores", place / "scores", *given)
+    code, _, err = run(capsys, *words, "--dry-run", "--save-plan", tmp_path / "plan.json")
     assert (code, (tmp_path / "plan.json").exists()) == (2, False)
     assert said in err
 
@@ -106,8 +106,7 @@ def test_a_dry_run_names_the_roles_that_go(place: Path, capsys: pytest.CaptureFi
     assert f"No head stays of these roles: {', '.join(LOST)}." in " ".join(out.split())
     _, out, _ = run(capsys, *words, "--keep", 8, *roles, "--json")
     assert json.loads(out)["roles_lost"] == []
-    words = ("plan", *words[1:4], "--keep", 2, "--keep-roles", "induction")
-    code, _, err = run(capsys, *words)
+    code, _, err = run(capsys, *words, "--keep", 2, "--keep-roles", "induction")
     assert code == 2 and "--keep-roles has no effect without --roles" in err
 
 

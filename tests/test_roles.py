@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from headprune.config import CheckConfig, DataConfig, RolesConfig
 from headprune.errors import DataError, FamilyError
+from headprune.evaluation.loaded import Loaded, LoadedDomain
 from headprune.evidence.losses import losses_without
 from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of, layer_of
@@ -25,7 +26,7 @@ from headprune.model.heads import read_output, write_output
 from headprune.model.passes import run_model
 from headprune.planning.from_evidence import CutRequest
 from headprune.regression.limits import parse_limit
-from headprune.regression.roles import LostRoles
+from headprune.regression.roles import judge_roles
 from headprune.render.roles import roles as show
 from headprune.role import ROLES
 from headprune.role.ablation import Out, head_means, random_sets, recorded, replayed, rises
@@ -455,10 +456,24 @@ def test_a_check_counts_the_roles_that_are_gone(
     assert verdicts[0]["names"] == ["previous-token", "induction"]
 
 
-@pytest.mark.parametrize(("surely", "verdict"), [((), "cannot decide"), (("induction",), "broken")])
+@pytest.mark.parametrize(("nearly", "verdict"), [(True, "cannot decide"), (False, "broken")])
 def test_a_role_that_a_head_nearly_has_is_not_surely_lost(
-    surely: tuple[str, ...], verdict: str
+    nearly: bool, verdict: str, record: RolesRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lost = LostRoles(("induction",), surely, sequences=12)
-    judged = lost.judge(parse_limit("roles_lost == 0"), CheckConfig(model="m", data="d"))
+    first, last = record.modules
+    head = last.heads[0]
+    assert head.has("induction")
+    scores = {name: score for name, score in head.scores.items() if name != "induction"}
+    changed = {"scores": scores, "nearly": ("induction",) if nearly else ()}
+    heads = (head.model_copy(update=changed), *last.heads[1:])
+    now = (first, last.model_copy(update={"heads": heads}))
+    measured = iter([Mock(modules=now, sequences=12), Mock(modules=record.modules)])
+    monkeypatch.setattr("headprune.regression.roles.roles_of", lambda *_: next(measured))
+    domain = Mock(spec=LoadedDomain, data=DataConfig(source="d"))
+    nets = (tiny.model("gpt2"),) * 2
+    loaded = Mock(spec=Loaded, nets=nets, tokenizer=None, domains=(domain,))
+    limit = parse_limit("roles_lost == 0")
+    config = CheckConfig(model="m", data="d")
+    judged = judge_roles([limit], loaded, config, lambda *_: None)[limit]
     assert (judged.verdict.value, judged.n_needed) == (verdict, None)
+    assert judged.names == ("induction",)

@@ -258,7 +258,7 @@ def test_compressed_for_an_engine(tmp_path: Path) -> None:
     text.write_text(tiny.text(3_000))
     small = {"seq_len": 16, "calibration_tokens": 256, "held_out_tokens": 128}
     asked = {"keep": 0.67, "targets": ["anywhere"], **small}
-    made = headprune.compress(model, [text], tmp_path / "out", **asked)
+    made = headprune.compress(model, tmp_path / "out", data=[text], **asked)
     assert made.pruned.manifest.shape is Shape.NATIVE and not made.choice.failed
     assert {one.kv_heads for one in made.choice.contenders} <= {4, 8}
     (tmp_path / "bert").mkdir()

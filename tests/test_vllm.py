@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import headprune
+from headprune.config import ExportConfig
 from headprune.errors import PlanError, ProofError
 from headprune.formats.export import FORMATS
 from headprune.formats.source import open_source
@@ -39,7 +40,7 @@ def test_the_folder_computes_the_same_and_dispatches_every_layer(
     assert "skip" not in json.dumps(config.get("per_layer_config"))
     assert (out / "modeling_headprune.py").is_file() == (shape != "whole")
     if shape in ("ragged", "empty"):  # as it is without zero heads
-        given = headprune.export.options(model=str(folder), output=out, to="vllm")
+        given = ExportConfig(to="vllm")
         with pytest.raises(ProofError, match="does not go through the attention interface"):
             FORMATS["vllm"].prove(open_source(folder), folder, given)
 
@@ -112,7 +113,7 @@ def test_wrong_counts_in_the_config_are_noticed(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
     config["per_layer_config"]["1"]["num_attention_heads"] += 2
     file.write_text(json.dumps(config))
-    given = headprune.export.options(model="x", output=tmp_path, to="vllm")
+    given = ExportConfig(to="vllm")
     with pytest.raises(ProofError, match="and the config says"):
         FORMATS["vllm"].prove(open_source(tmp_path / "m"), tmp_path / "out", given)
 

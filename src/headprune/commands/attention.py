@@ -26,7 +26,7 @@ def _show(console: Console, result: AttentionPicture, values: Mapping[str, Any])
     )
 
 
-@command(Panel.CHOOSE, _show, as_json=None, config=False, warnings=lambda result: result.left_out())
+@command(Panel.CHOOSE, _show, as_json=None, warnings=lambda result: result.left_out())
 def attention(
     model: o.Model,
     output: Annotated[o.File, o.argument("OUTPUT", "The page to write (.html).")],

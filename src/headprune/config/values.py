@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -50,7 +51,15 @@ def _memory_bytes(text: object) -> object:
 
 
 Memory = Annotated[Count, BeforeValidator(_memory_bytes)]
-ShardSize = Annotated[str, Field(pattern=r"(?i)^[1-9]\d*(KB|MB|GB|TB)$")]
+
+
+def _shard_size(text: object) -> object:
+    if re.fullmatch("[1-9][0-9]*(KB|MB|GB|TB)", str(text), re.IGNORECASE) is None:
+        raise ValueError("give a number with its unit, such as 5GB (or KB, MB, TB)")
+    return text
+
+
+ShardSize = Annotated[str, BeforeValidator(_shard_size)]
 
 
 def possible_place(value: object) -> object:
