@@ -292,7 +292,7 @@ def test_bad_data(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ),
         ("odd.xyz", [], "names no format"),
         ("nothing", [], "has no file with one of the endings"),
-        (llama_folder.absolute(), [], "is the folder of a model, and text is what is asked for"),
+        (llama_folder.absolute(), [], "is the folder of a model, not text"),
         ("missing.txt", [], "There is no file"),
     ):
         base = ["train-gates", llama_folder, "--data", tmp_path / source, *TRAIN]

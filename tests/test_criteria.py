@@ -316,7 +316,7 @@ def test_equal_shares_are_exact_or_refused(tmp_path: Path, text: DataConfig) -> 
 
     assert sorted(kept(keep=10)) == [2, 2, 3, 3]
     assert kept(keep=12) == [3, 3, 3, 3]
-    with pytest.raises(PlanError, match="fewer than --config min_per_layer=3"):
+    with pytest.raises(PlanError, match="fewer than min_per_layer 3"):
         kept(keep=10, min_per_layer=3)
 
 

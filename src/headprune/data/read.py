@@ -268,6 +268,11 @@ def _files(data: DataConfig) -> list[Path]:
         return [path]
     if not path.is_dir():
         return []
+    if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+        raise DataError(
+            f"'{path}' is the folder of a model, not text. Give a file of text or of a table, or "
+            "a folder of such files."
+        )
     if (splits := path / "dataset_dict.json").is_file():  # of datasets' save_to_disk
         names = json.loads(splits.read_text(encoding="utf-8"))["splits"]
         if data.split not in names:
