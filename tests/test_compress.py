@@ -452,7 +452,7 @@ def test_what_is_asked_for_wrongly_ends_in_a_sentence(
             compressed(llama_folder, data[1:], out, **wrong)
         assert not out.exists()
     code, _, err = run(capsys, "compress", llama_folder, "--keep", 0.5)
-    assert code == 2 and "compress needs --output" in err
+    assert code == 2 and "compress needs OUTPUT" in err
     out.mkdir()
     (out / "mine.txt").write_text("mine")
     with pytest.raises(HeadpruneError, match="already exists"):

@@ -123,7 +123,6 @@ FILES: dict[str, tuple[str, Command]] = {
         "run/gates/gates.json",
         lambda h: ("prune", h / "base", "--gates", h / "run/gates", "--dry-run"),
     ),
-    "scored": ("scores/scores.json", lambda h: ("report", h / "scores", h / "o.md")),
     "scores": (
         "scores/scores.json",
         lambda h: ("prune", h / "base", "--scores", h / "scores", "--keep", "0.5", "--dry-run"),

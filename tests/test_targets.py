@@ -163,7 +163,7 @@ def test_a_model_that_an_engine_does_not_take_is_refused(
     tiny.model(case).save_pretrained(tmp_path / "m")
     (tmp_path / "plan.json").write_text("{}")
     asked = {"plan": tmp_path / "plan.json", "targets": [target], "dry_run": True}
-    with pytest.raises(PlanError, match=f"targets {target}: .*{message}"):
+    with pytest.raises(PlanError, match=f"--for {target}: .*{message}"):
         headprune.prune(tmp_path / "m", **asked)
 
 

@@ -268,7 +268,7 @@ def test_compress_chooses_by_what_the_head_is_for(
     data = table(tmp_path / "data.csv", [label.format(n % 3) for n in range(80)])
     small = {"seq_len": 16, "calibration_tokens": 256, "held_out_tokens": 128}
     headprune.compress(
-        folder, data.source, output=tmp_path / "out", keep=0.75, label_column="label", **small
+        folder, tmp_path / "out", data=data.source, keep=0.75, label_column="label", **small
     )
     how = MEASURES[task_of(model)]
     assert how.name == measure

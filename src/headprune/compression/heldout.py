@@ -173,7 +173,7 @@ class HeldOut:
                 raise DataError(
                     f"A sixteenth of the text, {tokens:,} tokens, is held out to {purpose} on, and "
                     f"a sequence of {self.seq_len} is needed: give some "
-                    f"{2 * HELD_OUT * self.seq_len:,} tokens, a smaller --seq-len, or no --data "
+                    f"{2 * HELD_OUT * self.seq_len:,} tokens, a smaller seq_len, or no --data "
                     "for the text that ships with headprune."
                 )
 
