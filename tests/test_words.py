@@ -78,15 +78,9 @@ def test_an_even_conversion_is_not_called_uneven(
     [
         ("verify nope", "There is no folder 'nope'. Give one that headprune wrote."),
         ("report nope page.html", "There is no run at 'nope'"),
-        (
-            "evaluate ./nope --data text.txt",
-            "There is no folder './nope', and no hub id is written so",
-        ),
-        (
-            "check ./nope --data text.txt --limit perplexity<=9",
-            "There is no folder './nope'",
-        ),
-        ("inspect a/b/c", "There is no folder 'a/b/c', and no hub id is written so. Give"),
+        ("evaluate ./nope --data text.txt", "'./nope' is neither a folder nor a hub id"),
+        ("check ./nope --data text.txt --limit perplexity<=9", "'./nope' is neither a folder"),
+        ("inspect a/b/c", "'a/b/c' is neither a folder nor a hub id. Give a model folder"),
         ("inspect text.txt", "'text.txt' is a file. Give a model folder"),
         ("inspect nope", "'nope': there is no such folder, and none of that name in the cache"),
     ],
