@@ -414,8 +414,6 @@ def test_scores_that_reckon_with_a_refit_get_one(
     assert (code, refit, "cut with --refit DATA" in err) == (0, None, True)
     assert cut("fisher", "fisher")[::2] == (0, None)
     assert cut("whole", "compensated", "--keep", "1.0")[::2] == (0, None)
-    both = cut("both", "compensated", "--refit", "none", "--refit", "x.txt")
-    assert "--refit none has no effect with --refit" in both[1]
     (tmp_path / "text.txt").write_text(tiny.text(2_000))
     code, err, _ = cut("another", "compensated")
     assert (code, "holds another text here than when they were made" in err) == (2, True)

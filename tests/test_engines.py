@@ -147,6 +147,6 @@ def test_models_of_images_and_missing_engines_are_refused(
     with pytest.raises(PlanError, match="takes pixel_values; models of text alone fit"):
         headprune.export(tmp_path / "model", tmp_path / "out", to=form)
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    with pytest.raises(HeadpruneError, match=f"^to {form} needs .*{ENGINES[form]}"):
+    with pytest.raises(HeadpruneError, match=f"^--to {form} needs .*{ENGINES[form]}"):
         headprune.export(tmp_path / "model", tmp_path / "out", to=form)
     assert not (tmp_path / "out").exists()

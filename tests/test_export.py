@@ -10,6 +10,7 @@ import pytest
 
 import headprune
 from headprune import packages
+from headprune.commands import command
 from headprune.errors import HeadpruneError, PlanError, ProofError
 from headprune.formats import export as exporting
 from headprune.formats.export import FORMATS
@@ -30,8 +31,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_help_names_every_format() -> None:
-    description = str(headprune.export.options.model_fields["to"].description)
-    assert all(name in description for name in FORMATS)
+    _, shown = command.COMMANDS["export"].options()["to"]
+    assert all(name in str(shown.help) for name in FORMATS)
 
 
 def test_an_export_is_recorded_and_replaced_only_where_it_is_ours(
@@ -80,9 +81,9 @@ def test_a_proof_that_fails_leaves_nothing(
     [
         ({"to": "guf"}, "No format named 'guf'. Did you mean 'gguf'"),
         ({"to": "gguf", "model": "nope"}, "There is no folder 'nope'"),
-        ({"to": "gguf", "out_dtype": "q4"}, "out_dtype"),
+        ({"to": "gguf", "out_dtype": "q4"}, "--out-dtype: .*q8_0"),
         ({"to": "vllm", "out_dtype": "q8_0"}, "no weights in q8_0"),
-        ({"to": "vllm", "like": "any.gguf"}, "like has no effect without to=gguf"),
+        ({"to": "vllm", "like": "any.gguf"}, "--like has no effect without --to gguf"),
         ({"to": "vllm", "prove": "engine"}, "no engine ran .* as vLLM is not run here"),
         ({"to": "gguf", "prove": "engine"}, "as llama.cpp runs no file without a tokenizer"),
     ],
@@ -100,7 +101,7 @@ def test_a_missing_package_is_named(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    with pytest.raises(HeadpruneError, match=r"^to gguf needs gguf: pip install gguf\.$"):
+    with pytest.raises(HeadpruneError, match=r"^--to gguf needs gguf: pip install gguf\.$"):
         headprune.export(folder, tmp_path / "out", to="gguf")
 
 
@@ -108,7 +109,7 @@ def test_an_export_is_no_model_to_measure(folder: Path, text_file: Path, tmp_pat
     headprune.export(folder, tmp_path / "out", to="vllm")
     for given in ((tmp_path / "out", None), (folder, tmp_path / "out")):
         with pytest.raises(HeadpruneError, match="exported as vllm, .*the model that it was made"):
-            headprune.evaluate(given[0], text_file, against=given[1])
+            headprune.evaluate(given[0], data=text_file, against=given[1])
 
 
 def test_asking_for_a_tensor_by_name_reads_none(

@@ -129,7 +129,7 @@ def heal(job: Job) -> dict[str, Tensor]:
 def evaluate(job: Job) -> dict[str, Tensor]:
     """Against the original."""
     given = {"against": job.model, "speed": job.case == "llama-gqa", **BATCHES, **job.columns}
-    report = job("evaluate", job.pruned("cpu"), data=str(job.data), split="train", **given)
+    report = job("evaluate", job.pruned("cpu"), data=str(job.data), **given)
     speed = report.model.speed
     assert speed is None or speed.device.startswith(job.device)
     found = {m.name: m.value for which in (report.model, report.against) for m in which.metrics}
@@ -141,7 +141,7 @@ def check(job: Job) -> dict[str, Tensor]:
     """Against the original."""
     limit = "perplexity <= 400 %"
     given = {"against": job.model, "limits": (limit,), **BATCHES, **job.columns}
-    report = job("check", model=job.pruned("cpu"), data=str(job.data), split="train", **given)
+    report = job("check", model=job.pruned("cpu"), data=str(job.data), **given)
     (found,) = report.limits
     return {"limit": torch.tensor([found.value, found.low, found.high])}
 

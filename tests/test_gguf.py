@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import headprune
+from headprune.config import ExportConfig
 from headprune.errors import HeadpruneError, PlanError, ProofError
 from headprune.formats.export import FORMATS
 from headprune.formats.gguf_tokenizer import RULES, recognised
@@ -148,7 +149,7 @@ def test_files_are_read_back_bit_by_bit(case: str, dtype: str, tmp_path: Path) -
     damaged = bytearray((out / "model.gguf").read_bytes())
     damaged[int(tensor.data_offset) + 1] ^= 64
     (out / "model.gguf").write_bytes(damaged)
-    config = headprune.export.options(model=folder, output=out, **settings)
+    config = ExportConfig(**settings)
     assert not FORMATS["gguf"].prove(open_source(folder), out, config).passed
 
 
@@ -227,7 +228,7 @@ def test_a_tokenizer_that_is_unknown_or_of_a_larger_model_is_refused(tmp_path: P
     larger = tiny_model("llama-gqa", "whole", tmp_path / "larger")
     tiny.model("llama-gqa").save_pretrained(larger)  # with fewer tokens
     for folder, message in (
-        (unknown, "none of the known rules.*: give like FILE"),
+        (unknown, "none of the known rules.*: give --like FILE"),
         (larger, "has 267 tokens, and the model embeds 65"),
     ):
         with pytest.raises(HeadpruneError, match=message):

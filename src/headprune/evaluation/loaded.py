@@ -37,6 +37,7 @@ from headprune.model.batch import most_tokens, usable_length
 from headprune.model.loading import (
     CLASSIFIERS,
     parse_dtype,
+    refuse_no_model,
     task_of,
     vocabulary_of,
 )
@@ -171,6 +172,7 @@ def load(
     names = [str(name) for name in (model, against) if name is not None]
     for name in names:
         refuse_exported(name)
+        refuse_no_model(name)
     models = [read_model(name, parse_dtype(config.dtype.value), allowed) for name in names]
     nets = [_loaded(model) for model in models]
     tokenizers = [model.tokenizer for model in models]

@@ -46,7 +46,7 @@ from headprune.schemas.manifest import (
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
 from headprune.schemas.records import Done, Heads, Merging, ModelChoice, Pruning, Refit
 from headprune.surgery.cut import Cut, cut_heads, resolve
-from headprune.surgery.edit import Edit, Tensors, replaced, written
+from headprune.surgery.edit import Edit, Tensors, put, replaced, written
 from headprune.surgery.streamed import cut_pieces
 from headprune.surgery.transfer import native_twin, twin_of
 
@@ -235,9 +235,7 @@ def _cut_in_memory(
     net: PreTrainedModel, now: Tensors, cuts: list[Cut], plan: Plan, stored: StoredDtypes
 ) -> _Result:
     """Cut the model itself."""
-    for name, value in now.items():
-        assert isinstance(value, Tensor)
-        net.get_parameter(name).data = value
+    put(net, now)
     before = counts(net, cuts)
     facts = described(net, plan, cut_heads(net, cuts), before, cuts)
     twin = native_twin(net)

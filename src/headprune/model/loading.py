@@ -239,12 +239,9 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
             f"'{model}' has no config.json, so it is no model folder. Give the folder that "
             "save_pretrained wrote, or a hub id."
         )
+    refuse_no_model(model, path)
     if path.is_dir():
         read_config_file(path / "config.json")
-    elif not hub.may_be_id(model):
-        refuse_pickles_among([path] if path.is_file() else [])
-        is_not = "is a file" if path.is_file() else "is neither a folder nor a hub id"
-        raise CheckpointError(f"'{model}' {is_not}. Give a model folder, or a hub id.")
     refused = damage_is(lambda why: f"'{model}': {_unread(path, why)}")
     with refused, hub.asked_once(model), uneven_heads_are_known():
         config = AutoConfig.from_pretrained(str(model), **{"trust_remote_code": False, **kwargs})
@@ -252,6 +249,20 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
             if hasattr(part, "num_hidden_layers"):
                 list(getattr(part, "per_layer_config", None) or ())  # each is checked when made
         return config
+
+
+def refuse_no_model(model: str | Path, path: Path | None = None) -> None:
+    """Refuse a name that is neither a folder nor a hub id.
+
+    Raises:
+        CheckpointError: Naming it.
+    """
+    path = path or Path(model)
+    if path.is_dir() or hub.may_be_id(model):
+        return
+    refuse_pickles_among([path] if path.is_file() else [])
+    is_not = "is a file" if path.is_file() else "is neither a folder nor a hub id"
+    raise CheckpointError(f"'{model}' {is_not}. Give a model folder, or a hub id.")
 
 
 def _unread(path: Path, why: str) -> str:

@@ -15,6 +15,7 @@ from rich.text import Text as Styled
 
 from headprune.render.blocks import KEPT, Code, Page, Paragraph, Signs, Table
 
+_NAME = 24  # columns that a name keeps in a narrow terminal
 _TONES = {"verified": "bold green", "note": "yellow", "warning": "yellow"}
 _WORDS = {"passed": "green", "broken": "bold red", "FAILED": "bold red", "cannot decide": "yellow"}
 
@@ -53,8 +54,12 @@ def _table(console: Console, table: Table) -> None:
             c if n < table.names else c.replace(" ", "\n") for n, c in enumerate(table.columns)
         ]
         grid = _grid(replace(table, columns=columns))
-        for column in grid.columns[table.names :]:
-            column.no_wrap = True
+        for position, column in enumerate(grid.columns):
+            longest = max((len(row[position]) for row in table.rows), default=0)
+            if position < table.names:
+                column.min_width = min(longest, _NAME)
+            else:  # a sentence breaks, a number does not
+                column.no_wrap = longest <= _NAME
     console.print(grid)
     if pattern:
         console.print(f"[bright_black]attention modules: {escape(pattern)}[/]", soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -54,26 +54,47 @@ def trying(net: PreTrainedModel, edit: Edit) -> Iterator[list[Cut]]:
             yield cuts
 
 
+def put(net: PreTrainedModel, tensors: Tensors) -> Callable[[], None]:
+    """Put other weights in the place of some, wherever they are tied.
+
+    Returns:
+        Puts the former weights back.
+    """
+    places: dict[int, list[str]] = {}
+    for full, parameter in net.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(full)
+    former: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    for name, value in tensors.items():
+        old = net.get_parameter(name)
+        tensor = value if isinstance(value, Tensor) else rows_of(value)
+        new = nn.Parameter(tensor.detach().to(old.device, old.dtype), old.requires_grad)
+        for full in places[id(old)]:
+            owner, _, last = full.rpartition(".")
+            parameters = net.get_submodule(owner)._parameters
+            former.append((net.get_submodule(owner), last, parameters[last]))
+            parameters[last] = new
+
+    def undo() -> None:
+        for module, last, parameter in reversed(former):
+            module._parameters[last] = parameter
+
+    return undo
+
+
 @contextmanager
 def replaced(net: PreTrainedModel, tensors: Tensors) -> Iterator[None]:
     """Swap weights of a model for the time of a ``with`` block."""
-    residency, swapped = residency_of(net), {name: net.get_parameter(name) for name in tensors}
+    residency, coming = residency_of(net), set[str]()
     within: AbstractContextManager[None] = nullcontext()
     if residency is not None:  # weights of blocks are on the meta device until these run
-        coming = {name for name, parameter in swapped.items() if parameter.is_meta}
+        coming = {name for name in tensors if net.get_parameter(name).is_meta}
         within = residency.replaced({name: tensors[name] for name in coming})
-        swapped = {name: swapped[name] for name in swapped.keys() - coming}
-    former = {name: parameter.data for name, parameter in swapped.items()}
-    for name, parameter in swapped.items():
-        value = tensors[name]
-        value = value if isinstance(value, Tensor) else rows_of(value)
-        parameter.data = value.detach().to(parameter.device, parameter.dtype)
+    undo = put(net, {name: tensor for name, tensor in tensors.items() if name not in coming})
     try:
         with within:
             yield
     finally:
-        for name, parameter in swapped.items():
-            parameter.data = former[name]
+        undo()
 
 
 @contextmanager
@@ -91,30 +112,28 @@ def collecting(
         with residency.collecting(changed):
             yield changed
         return
-    parameters = {
-        f"{projection.path}.{name}": parameter
+    former = {
+        f"{projection.path}.{name}": parameter.detach()
         for attention in attentions
         for projection in attention.projections
         for name, parameter in projection.module.named_parameters()
     }
-    former = {name: parameter.data for name, parameter in parameters.items()}
-    for parameter in parameters.values():
-        parameter.data = parameter.data.clone()
+    undo = put(net, {name: weight.clone() for name, weight in former.items()})
     try:
         yield changed
-        for name, parameter in parameters.items():
-            if not torch.equal(parameter.data, former[name]):
-                changed[name] = parameter.data
+        for name, weight in former.items():
+            now = net.get_parameter(name).detach()
+            if not torch.equal(now, weight):
+                changed[name] = now
     finally:
-        for name, parameter in parameters.items():
-            parameter.data = former[name]
+        undo()
 
 
 def written(net: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor | StoredTensor]:
     """Return some weights as they are now; those of blocks that come and go as they are kept."""
     residency = residency_of(net)
     kept = {} if residency is None else residency.written()
-    return {name: kept.get(name) or net.get_parameter(name).data for name in names}
+    return {name: kept.get(name) or net.get_parameter(name).detach() for name in names}
 
 
 def sketch(model: Model, edit: Edit) -> PreTrainedModel:
