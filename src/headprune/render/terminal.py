@@ -55,11 +55,12 @@ def _table(console: Console, table: Table) -> None:
         ]
         grid = _grid(replace(table, columns=columns))
         for position, column in enumerate(grid.columns):
+            head = max(map(len, columns[position].split("\n")))
             longest = max((len(row[position]) for row in table.rows), default=0)
             if position < table.names:
                 column.min_width = min(longest, _NAME)
             else:  # a sentence breaks, a number does not
-                column.no_wrap = longest <= _NAME
+                column.no_wrap = max(head, longest) <= _NAME
     console.print(grid)
     if pattern:
         console.print(f"[bright_black]attention modules: {escape(pattern)}[/]", soft_wrap=True)
