@@ -19,7 +19,6 @@ DEMO = Path(__file__).parents[1] / "scripts" / "demo"
 SMALLER = {"256": "16", "seq_len=256": "seq_len=16", "24": "6", "4096": "256", "3072": "64"}
 FITTING = {
     "seq_len: 256": "seq_len: 16",
-    "load_route == runtime": "load_route == native",  # four heads in two layers
     "recovery >= 80 %": "recovery >= 50 %",  # of a model that has learned nothing
 }
 
