@@ -233,7 +233,7 @@ def test_the_command_writes_the_page(
             "--head 1.0: there is no such head. 'transformer.h.1.attn' has the heads 1, 3,",
         ),
         (["--head", "7.0"], "there is no such layer. Layers: 0, 1; a head is named as in 0.0"),
-        (["--target", "w1"], "--target is for encoder-decoders, and this is a"),
+        (["--config", "target=w1"], "target is for encoder-decoders, and this is a"),
         (["--text", ""], "--text '' has no token"),
         (["--text", "Nowhere known words"], "100% of the text's tokens are unknown"),
     ],

@@ -32,8 +32,7 @@ def attention(
     output: Annotated[o.File, o.argument("OUTPUT", "The page to write (.html).")],
     *,
     text: Annotated[str, o.option("The sentence; at most 40 tokens of it are shown.")],
-    target: Annotated[str, o.option("Text of the decoder. Default: what the model writes.")]
-    | None = None,
+    target: str | None = None,
     head: Annotated[
         o.Names, o.option("Head to show first, as in 18.6 or cross.2.5 (repeatable).")
     ] = (),

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import Field
+
 from headprune.commands import options as o
 from headprune.commands.command import Panel, command
 from headprune.config import Resuming, TrainGatesConfig, build
@@ -64,6 +66,7 @@ def train_gates(
     scale_lr: Positive = 0.02,
     weight_lr: Positive = 5e-5,
     temperature: Positive = 2 / 3,
+    finetune_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.6,
     gradient_checkpointing: bool = False,
     attention: o.Kinds = (),
     dtype: o.Dtype = "auto",
@@ -95,6 +98,7 @@ def train_gates(
         scale_lr=scale_lr,
         weight_lr=weight_lr,
         temperature=temperature,
+        finetune_fraction=finetune_fraction,
         gradient_checkpointing=gradient_checkpointing,
         attention=attention,
         dtype=dtype,

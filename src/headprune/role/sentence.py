@@ -169,12 +169,12 @@ def _read(
     if not net.config.is_encoder_decoder:
         if target is not None:
             raise DataError(
-                f"--target is for encoder-decoders, and this is a {type(net).__name__}."
+                f"target is for encoder-decoders, and this is a {type(net).__name__}."
             )
         return batch, source, None
     left_out = 0
     if target is not None:
-        labels, left_out = _ids(net, tokenizer, target, "--target", text_target=True)
+        labels, left_out = _ids(net, tokenizer, target, "target", text_target=True)
         ids = decoder_inputs(net, labels)
     elif net.can_generate():
         inputs = on_device(net, {**batch})
