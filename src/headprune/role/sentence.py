@@ -168,9 +168,7 @@ def _read(
     source = _tokens(tokenizer, ids, left_out)
     if not net.config.is_encoder_decoder:
         if target is not None:
-            raise DataError(
-                f"target is for encoder-decoders, and this is a {type(net).__name__}."
-            )
+            raise DataError(f"target is for encoder-decoders, and this is a {type(net).__name__}.")
         return batch, source, None
     left_out = 0
     if target is not None:
