@@ -39,7 +39,7 @@ class Case:
     def again(self) -> str:
         """The command that runs this case alone."""
         return (
-            f"python -m tests.campaign {self.part} --config seed={self.seed} "
+            f"python -m tests.campaign {self.part} --seed {self.seed} "
             f"--{GROUPS.get(self.part, 'group')} {self.group} --number {self.number}"
         )
 

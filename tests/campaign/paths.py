@@ -74,7 +74,7 @@ def inputs_named(case: Case, place: Path, originals: Path) -> Result:
         shutil.copytree(originals / "llama", place / name)
     except OSError as error:
         return Result(case, "skipped", skipped=f"there can be no such name: {error}")
-    done = command(["prune", "out", "--plan", "plan.json", "--", name], place)
+    done = command(["prune", "--plan", "plan.json", "--", name, "out"], place)
     broken = flaw(done)
     if not broken and done.code and "is no UTF-8" not in done.err:
         broken = f"a model of that name is refused: {done.err[-200:]!r}"
