@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,14 @@ from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.edit import Edit
 from headprune.surgery.refit import FittedOutput, fit_output, refit
 from headprune.tensors import least_squares
-from headprune.tensors.least_squares import Moments, best_ridge, held_out, removal_costs, ridge_path
+from headprune.tensors.least_squares import (
+    Moments,
+    best_ridge,
+    held_out,
+    removal_costs,
+    ridge_fit,
+    ridge_path,
+)
 from tests import tiny
 from tests.cutting import uneven_plan
 from tests.marks import slow_unless
@@ -67,6 +75,27 @@ def test_a_refit_never_raises_the_error(
     if not centred:
         direct = (y.double() - x.double() @ fitted.T).square().sum()
         assert moments.error(fitted) == pytest.approx(float(direct), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("ridge", [math.inf, 1e-1, 1e-4])
+def test_one_ridge_by_cholesky_is_that_of_the_path(ridge: float) -> None:
+    x, y, start = torch.randn(50, 6), torch.randn(50, 3), torch.randn(3, 6).double()
+    moments = Moments.of(x, y)
+    (wanted,) = ridge_path(moments, start, [ridge])
+    torch.testing.assert_close(ridge_fit(moments, start, ridge), wanted)
+    if ridge < 1:
+        off = ridge_fit(moments, start, 10 * ridge)
+        assert not torch.allclose(off, wanted, rtol=1e-7, atol=1e-7)
+        negative = replace(moments, inputs=moments.inputs - 0.9 * moments.inputs.diagonal().diag())
+        assert ridge_fit(negative, start, ridge).isfinite().all()
+
+
+def test_moments_of_columns_and_errors_per_output() -> None:
+    x, y, weight = torch.randn(50, 6), torch.randn(50, 3), torch.randn(3, 2).double()
+    errors = Moments.of(x, y).of_columns([4, 1]).errors(weight)
+    direct = (y.double() - x[:, [4, 1]].double() @ weight.T).square().sum(0)
+    torch.testing.assert_close(errors, direct, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(Moments.of(x, y).of_columns([1, 4]).errors(weight), direct, rtol=1e-3)
 
 
 def test_moments_of_shards_add_up() -> None:

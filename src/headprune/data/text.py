@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,6 +89,13 @@ class Sequences:
     def whole(self) -> Batch:
         """Return all sequences in one batch, padded where they differ in length."""
         return self._batch(0, len(self.rows))
+
+    def some(self, tokens: int) -> Sequences:
+        """Return sequences of about ``tokens`` tokens, spread evenly; two at least."""
+        count = max(2, len(self.rows) * tokens // max(self.tokens, 1))
+        if count >= len(self.rows):
+            return self
+        return replace(self, rows=self.rows.select(evenly(len(self.rows), count)))
 
     def first(self) -> Batch:
         """Return the first sequence alone."""

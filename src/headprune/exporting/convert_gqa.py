@@ -31,7 +31,7 @@ from headprune.surgery.conversion import convert_in_sequence, geometry
 from headprune.surgery.edit import Edit, collecting
 from headprune.surgery.merges import Groups, HeadWeights, MergeContext
 from headprune.surgery.merges.merger import Merger
-from headprune.surgery.merges.outputs import without
+from headprune.surgery.merges.outputs import OutputMoments, with_fitted_outputs
 from headprune.surgery.transfer import has_twin
 from headprune.tensors.units import Unit, members
 
@@ -257,8 +257,11 @@ class _Merging:
         """Return the weights of one module in which every group's KV heads are the same."""
         way = self.ways.get(attention.path)
         if way is not None and not way.merges:
-            assert setting.activations is not None
-            changed = without(heads, way.kept, setting.activations)
+            activations = setting.activations
+            assert activations is not None
+            assert activations.read is not None
+            moments = OutputMoments.of(activations.read(heads), activations.outputs)
+            changed, _ = with_fitted_outputs(heads, moments, way.kept)
         else:
             chosen = self.merger.groups(heads, setting, self.wanted[attention.path])
             self.groups[attention.path] = chosen

@@ -23,6 +23,8 @@ from headprune.planning.targets import EMPTY
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.merges.merger import Merger
 
+WEIGHED = 8_192  # tokens that the ways of a budget are weighed on; merges take the whole text
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -105,8 +107,8 @@ def prepare_merging(
             if _has_loss(net, calibrate):
                 settings = config.part(CalibrationConfig)
                 text = calibration(net, model.tokenizer, calibrate, settings, "--kv-budget")
-                scored = text.fit
-            texts = Texts(sample.whole(), scored)
+                scored = text.fit.some(WEIGHED)
+            texts = Texts(sample.some(WEIGHED).whole(), scored)
             planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, context)
     return Opened(model, attentions, merger, sample, planned, constraints)
 

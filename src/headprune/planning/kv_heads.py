@@ -32,8 +32,12 @@ from headprune.surgery.conversion import convert_in_sequence
 from headprune.surgery.merges import MergeActivations, MergeContext
 from headprune.surgery.merges.budget import exactly
 from headprune.surgery.merges.merger import Merger
-from headprune.surgery.merges.outputs import output_errors, without
-from headprune.tensors.least_squares import outer_sum, removal_costs
+from headprune.surgery.merges.outputs import (
+    OutputMoments,
+    output_errors,
+    with_fitted_outputs,
+)
+from headprune.tensors.least_squares import removal_costs
 from headprune.tensors.units import Unit, members
 
 
@@ -228,7 +232,7 @@ def _cheapest(ways: Sequence[Way]) -> dict[int, Way]:
 
 
 class _Measure:
-    """What the ways of one module cost."""
+    """The costs of the ways of one module."""
 
     def __init__(
         self,
@@ -246,15 +250,17 @@ class _Measure:
         self.felt = felt
 
     def removals(self) -> list[Way]:
-        """Every number of KV heads kept whole: those that the others replace worst."""
+        """Keep every number of KV heads, those that the others replace worst."""
+        assert self.activations.read is not None
+        moments = OutputMoments.of(self.activations.read(self.heads), self.activations.outputs)
         total = len(self.heads.k)
         ways = [Way(tuple(range(total)), tuple((head,) for head in range(total)), 0.0)]
-        by_worth = self._by_worth()
+        by_worth = self._by_worth(moments.whole.inputs)
         for left in range(total - 1, -1, -1):
             kept = tuple(sorted(by_worth[:left]))
             if self._even(kept):
-                cost = self._cost(without(self.heads, kept, self.activations))
-                ways.append(Way(kept, tuple((head,) for head in kept), cost))
+                _, errors = with_fitted_outputs(self.heads, moments, kept)
+                ways.append(Way(kept, tuple((head,) for head in kept), self._cost(errors)))
         return ways
 
     def merges(self, merger: Merger) -> list[Way]:
@@ -266,14 +272,13 @@ class _Measure:
         for count in range(total - 1, 0, -1):
             if total % count == 0:
                 groups = merger.groups(self.heads, self.setting, count)
-                cost = self._cost(merger.merged(self.heads, self.setting, groups))
+                merged = merger.merged(self.heads, self.setting, groups)
+                cost = self._cost(output_errors(merged, self.activations))
                 ways.append(Way(tuple(range(total)), tuple(map(tuple, groups)), cost))
         return ways
 
-    def _by_worth(self) -> list[int]:
-        """KV heads, first those whose queries the others replace worst."""
-        assert self.activations.read is not None
-        read = self.activations.read(self.heads).flatten(0, 1)
+    def _by_worth(self, gram: Tensor) -> list[int]:
+        """Sort KV heads, first those whose queries the others replace worst."""
         weight = self.heads.o.transpose(0, 1).flatten(1).double()
         width = self.heads.o.shape[2]
         blocks = [
@@ -281,15 +286,14 @@ class _Measure:
             for queries in members(Unit.KV_GROUP, self.attention.group_sizes)
         ]
         felt = self.felt.sqrt()[:, None].to(weight)
-        costs = removal_costs(outer_sum(read, read), felt * weight, blocks)
+        costs = removal_costs(gram, felt * weight, blocks)
         return sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
 
     def _even(self, kept: Sequence[int]) -> bool:
         """Whether the KV heads that stay have equally many queries."""
         return len({self.attention.group_sizes[head] for head in kept}) <= 1
 
-    def _cost(self, heads: HeadWeights) -> float:
-        errors = output_errors(heads, self.activations)
+    def _cost(self, errors: Tensor) -> float:
         cost = float(self.felt.to(errors) @ errors)
         if not cost < float("inf"):
             raise DataError(

@@ -196,7 +196,7 @@ def fit_output(
     new[:, kept] = fit.weight
     if bias is not None and fit.shift is not None:
         bias = bias + fit.shift.to(bias)
-    power = max(fit.moments.output_power, 1e-30)
+    power = max(float(fit.moments.output_power.sum()), 1e-30)
     before, after = fit.whole.error(start[:, kept]), fit.moments.error(fit.weight)
     record = ModuleRefit(attention.path, fit.ridge, before / power, after / power, fit.held_out)
     return FittedOutput(new.unflatten(1, (len(gate), width)).transpose(0, 1).float(), bias, record)

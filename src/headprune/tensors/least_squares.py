@@ -12,8 +12,9 @@ eq. 3; here for whole blocks of columns, and with a bias where there is one).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -59,22 +60,22 @@ class Moments:
         cross: Sum of y x^T, shape (out, width).
         input_sum: Sum of x, shape (width,).
         output_sum: Sum of y, shape (out,).
-        output_power: Sum of |y|^2.
-        tokens: How many were summed.
+        output_power: Sum of y^2, shape (out,).
+        tokens: Number of tokens.
     """
 
     inputs: Float[Tensor, "width width"]
     cross: Float[Tensor, "out width"]
     input_sum: Float[Tensor, " width"]
     output_sum: Float[Tensor, " out"]
-    output_power: float
+    output_power: Float[Tensor, " out"]
     tokens: int
 
     @classmethod
     def of(cls, x: Float[Tensor, "tokens width"], y: Float[Tensor, "tokens out"]) -> Moments:
         """Moments of some tokens."""
         sums = x.sum(0, dtype=torch.float64), y.sum(0, dtype=torch.float64)
-        power = float(sum(some.double().square().sum() for some in y.split(_ROWS)))
+        power = torch.stack([some.double().square().sum(0) for some in y.split(_ROWS)]).sum(0)
         return cls(outer_sum(x, x), outer_sum(y, x), *sums, power, len(x))
 
     def __add__(self, other: Moments) -> Moments:
@@ -95,40 +96,74 @@ class Moments:
             self.cross - torch.outer(self.output_sum, self.input_sum) / count,
             torch.zeros_like(self.input_sum),
             torch.zeros_like(self.output_sum),
-            self.output_power - float(self.output_sum.square().sum()) / count,
+            self.output_power - self.output_sum.square() / count,
             self.tokens,
         )
 
+    def of_columns(self, columns: Sequence[int]) -> Moments:
+        """Return the moments of some of the inputs, and of all outputs."""
+        return replace(
+            self,
+            inputs=self.inputs[columns][:, columns],
+            cross=self.cross[:, columns],
+            input_sum=self.input_sum[columns],
+        )
+
+    def errors(self, weight: Float[Tensor, "out width"]) -> Float[Tensor, " out"]:
+        """Return the sum over tokens of (y - W x)^2, per output."""
+        errors = ((weight @ self.inputs - 2 * self.cross) * weight).sum(1) + self.output_power
+        return errors.clamp(min=0.0)
+
     def error(self, weight: Float[Tensor, "out width"]) -> float:
-        """Sum over tokens of |y - W x|^2."""
-        fit = (weight @ self.inputs * weight).sum() - 2 * (weight * self.cross).sum()
-        return max(0.0, float(fit) + self.output_power)
+        """Return the sum over tokens of |y - W x|^2."""
+        return float(self.errors(weight).sum())
 
 
 def ridge_path(
     moments: Moments, start: Float[Tensor, "out width"], ridges: Sequence[float]
 ) -> Iterator[Float[Tensor, "out width"]]:
-    """The weights for every ridge, which is a share of the mean of E[x x^T]'s diagonal.
+    """Yield the weights for every ridge, a fraction of the mean diagonal of E[x x^T].
 
     Args:
-        moments: What enters and what should come out, in float64.
+        moments: Moments of inputs and outputs, in float64.
         start: The weights that the ridge pulls towards.
-        ridges: Shares, > 0; infinity gives ``start`` itself.
+        ridges: Fractions, > 0; infinity gives ``start`` itself.
 
     Raises:
         ValueError: If the moments are not finite.
     """
-    if not torch.isfinite(moments.inputs).all() or not torch.isfinite(moments.cross).all():
-        raise ValueError("the second moments are not finite")
-    scale = float(moments.inputs.diagonal().mean()) if len(moments.inputs) else 0.0
+    scale, rest = _rest(moments, start)
     if scale == 0.0:
         yield from (start for _ in ridges)
         return
     values, vectors = torch.linalg.eigh(moments.inputs)
     values = values.clamp(min=0.0)
-    rest = (moments.cross - start @ moments.inputs) @ vectors
+    rest = rest @ vectors
     for ridge in ridges:
         yield start + (rest / (values + max(ridge, _FLOOR) * scale)) @ vectors.T
+
+
+def ridge_fit(
+    moments: Moments, start: Float[Tensor, "out width"], ridge: float
+) -> Float[Tensor, "out width"]:
+    """Return the weights for one ridge, by a Cholesky factor; arguments as for ``ridge_path``."""
+    scale, rest = _rest(moments, start)
+    if scale == 0.0 or ridge == math.inf:
+        return start
+    ridged = moments.inputs.clone()
+    ridged.diagonal().add_(max(ridge, _FLOOR) * scale)
+    factor, failed = torch.linalg.cholesky_ex(ridged)
+    if failed:  # products in float32 leave eigenvalues below zero
+        return next(ridge_path(moments, start, [ridge]))
+    return start + torch.cholesky_solve(rest.T, factor).T
+
+
+def _rest(moments: Moments, start: Tensor) -> tuple[float, Tensor]:
+    """Return the mean diagonal of the inputs' moment, and the cross moment left to fit."""
+    if not torch.isfinite(moments.inputs).all() or not torch.isfinite(moments.cross).all():
+        raise ValueError("the second moments are not finite")
+    scale = float(moments.inputs.diagonal().mean()) if len(moments.inputs) else 0.0
+    return scale, moments.cross - start @ moments.inputs
 
 
 def best_ridge(
@@ -192,11 +227,11 @@ def fit_held_out(
     whole = parts[0] + parts[1]
     fitted, judged, every = (m.centred() if biased else m for m in (*parts, whole))
     ridge, error = best_ridge(fitted, judged, start, ridges)
-    (weight,) = ridge_path(every, start, [ridge])
+    weight = ridge_fit(every, start, ridge)
     shift = None
     if biased:
         shift = (whole.output_sum - weight @ whole.input_sum) / max(whole.tokens, 1)
-    missed = error / max(judged.output_power, 1e-30)
+    missed = error / max(float(judged.output_power.sum()), 1e-30)
     return HeldOutFit(weight, shift, ridge, missed, every, whole)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headprune.errors import DataError, PlanError
 from headprune.model.heads import HeadWeights
-from headprune.surgery.merges.outputs import with_fitted_outputs
+from headprune.surgery.merges.outputs import OutputMoments, with_fitted_outputs
 from headprune.surgery.merges.spec import Groups, MergeActivations, MergeContext, project
 from headprune.tensors.least_squares import Moments
 from headprune.tensors.lowrank import shared_key, shared_value
@@ -244,7 +244,8 @@ def _merged_values(
         new_v[list(group)] = found.basis @ v[list(group)].flatten(0, 1)
         o[members] = found.outputs
     merged = replace(heads.with_affine("v", new_v), o=o)
-    return with_fitted_outputs(merged, reader.read(merged), activations.outputs)
+    outputs = OutputMoments.of(reader.read(merged), activations.outputs)
+    return with_fitted_outputs(merged, outputs)[0]
 
 
 class _Reader:

@@ -1,10 +1,10 @@
-"""W_O after K and V have changed: fitted to the original's outputs, and judged by them."""
+"""W_O fitted to the original's outputs, after K and V have changed or heads are gone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -18,73 +18,73 @@ from headprune.tensors.least_squares import Moments, fit_held_out, held_out
 RIDGES = (math.inf, 1e1, 3e0, 1e0, 3e-1, 1e-1, 3e-2, 1e-2, 1e-3)  # held-out sequences choose
 
 
-def with_fitted_outputs(
-    heads: HeadWeights, read: Float[Tensor, "sequences length width"], wanted: Tensor
-) -> HeadWeights:
-    """W_O nearer to the wanted outputs, as near as sequences that are held out allow.
+@dataclass(frozen=True)
+class OutputMoments:
+    """Moments of the input of W_O, and of the outputs that it should give.
 
-    Args:
-        heads: Weights, of which W_O changes.
-        read: What enters it.
-        wanted: What it should give, shape (sequences, length, out).
+    Attributes:
+        fitted: Of the sequences to fit on.
+        judged: Of the sequences that choose the ridge.
     """
-    weight, bias = _fitted(heads.o.transpose(0, 1).flatten(1), heads.o_bias, read, wanted)
-    return replace(heads, o=_by_head(weight, heads), o_bias=bias)
+
+    fitted: Moments
+    judged: Moments
+
+    @classmethod
+    def of(cls, inputs: Float[Tensor, "sequences length width"], outputs: Tensor) -> OutputMoments:
+        """Sum over tokens; outputs have shape (sequences, length, out)."""
+        held = held_out(len(inputs))
+        parts = (
+            Moments.of(inputs[part].flatten(0, 1), outputs[part].flatten(0, 1))
+            for part in (~held, held)
+        )
+        return cls(*parts)
+
+    @property
+    def whole(self) -> Moments:
+        """Moments of all sequences."""
+        return self.fitted + self.judged
 
 
-def without(heads: HeadWeights, kept: Sequence[int], activations: MergeActivations) -> HeadWeights:
-    """Weights in which only the queries of some KV heads write; with all of them, W_O refitted.
+def with_fitted_outputs(
+    heads: HeadWeights, moments: OutputMoments, kept: Sequence[int] | None = None
+) -> tuple[HeadWeights, Float[Tensor, " out"]]:
+    """Fit W_O to outputs, as near as held-out sequences allow.
 
     Args:
         heads: The weights.
-        kept: Positions of the KV heads that stay.
-        activations: What calibration showed.
-    """
-    assert activations.read is not None
-    width = heads.o.shape[2]
-    left = [query * width + d for query in heads.queries_of(kept) for d in range(width)]
-    weight = heads.o.transpose(0, 1).flatten(1)
-    read = activations.read(heads)[..., left]
-    fitted, bias = _fitted(weight[:, left], heads.o_bias, read, activations.outputs)
-    weight = torch.zeros_like(weight)
-    weight[:, left] = fitted
-    return replace(heads, o=_by_head(weight, heads), o_bias=bias)
+        moments: Of the input of W_O.
+        kept: Positions of the KV heads whose queries may write; None for all.
 
-
-def _by_head(weight: Tensor, heads: HeadWeights) -> Tensor:
-    by_head: Tensor = weight.unflatten(1, (len(heads.o), heads.o.shape[2])).transpose(0, 1)
-    return by_head
-
-
-def _fitted(
-    weight: Float[Tensor, "out width"],
-    bias: Tensor | None,
-    read: Float[Tensor, "sequences length width"],
-    wanted: Tensor,
-) -> tuple[Float[Tensor, "out width"], Tensor | None]:
-    """Weights and bias, as ``with_fitted_outputs`` fits them.
+    Returns:
+        The weights with another W_O, and the mean squared error left, per output.
 
     Raises:
-        DataError: If the statistics are not finite.
+        DataError: If the moments are not finite.
     """
-    held = held_out(len(read))
-    fitted, judged = (
-        Moments.of(read[part].flatten(0, 1), wanted[part].flatten(0, 1)) for part in (~held, held)
-    )
+    width = heads.o.shape[2]
+    queries = range(len(heads.o)) if kept is None else heads.queries_of(kept)
+    columns = [query * width + d for query in queries for d in range(width)]
+    start = heads.o.transpose(0, 1).flatten(1)
+    parts = moments.fitted.of_columns(columns), moments.judged.of_columns(columns)
     try:
-        fit = fit_held_out((fitted, judged), weight.double(), RIDGES, bias is not None)
+        fit = fit_held_out(parts, start[:, columns].double(), RIDGES, heads.o_bias is not None)
     except ValueError:
         raise DataError(
-            "What merged heads give on the calibration text is not finite: the model's weights are "
-            "too large for it. Choose another --merge."
+            "The outputs of merged heads on the calibration text are not finite: the model's "
+            "weights are too large. Choose another --merge."
         ) from None
-    return fit.weight.to(weight), None if fit.shift is None else fit.shift.to(bias)
+    weight = torch.zeros_like(start)
+    weight[:, columns] = fit.weight.to(start)
+    by_head = weight.unflatten(1, (len(heads.o), width)).transpose(0, 1)
+    bias = None if fit.shift is None else fit.shift.to(heads.o_bias)
+    errors = fit.moments.errors(fit.weight) / max(fit.moments.tokens, 1)
+    return replace(heads, o=by_head, o_bias=bias), errors
 
 
 def output_errors(heads: HeadWeights, activations: MergeActivations) -> Float[Tensor, " out"]:
-    """Mean squared difference to the original's outputs, per coordinate, with other weights."""
+    """Return the mean squared difference to the original's outputs, per output."""
     assert activations.read is not None
-    read, wanted = activations.read(heads), activations.outputs
-    made = read @ heads.o.transpose(0, 1).flatten(1).T.to(read)
-    made = made if heads.o_bias is None else made + heads.o_bias.to(read)
-    return (made - wanted).double().square().flatten(0, 1).mean(0)
+    outputs = activations.read(heads) @ heads.o.transpose(0, 1).flatten(1).T
+    outputs = outputs if heads.o_bias is None else outputs + heads.o_bias
+    return (outputs - activations.outputs).double().square().flatten(0, 1).mean(0)
