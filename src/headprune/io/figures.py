@@ -1,12 +1,4 @@
-"""Figures as files: pure drawing, numbers in and a matplotlib figure out.
-
-Colours are those of Okabe and Ito, which the colour-blind tell apart, and every series also has a
-marker and a dash of its own. Nothing here touches pyplot, so there is no global state and no
-display. Text is drawn as it is: a ``$`` in a model's name is no formula.
-
-    figure = curve([Series("gates", [1, 2], [3, 4])], "Title", "size", "loss")
-    save(figure, Path("curve.svg"))
-"""
+"""Figures as files, in the colours of Okabe and Ito, without pyplot."""
 
 from __future__ import annotations
 
@@ -76,12 +68,9 @@ class Series:
     """Points that belong together.
 
     Attributes:
-        label: Its name in the legend.
-        x: Abscissas.
-        y: Ordinates, as many.
-        low: Lower ends of the intervals of ``y``, if it has some.
+        low: Lower ends of the intervals of ``y``.
         high: Upper ends.
-        reference: Whether the others are compared with it; then it is grey.
+        reference: The base of a comparison, drawn in grey.
     """
 
     label: str
@@ -94,7 +83,7 @@ class Series:
 
 @contextmanager
 def style(**changes: Any) -> Iterator[None]:
-    """Draws and saves in the style of this module."""
+    """Draw and save in the style of this module."""
     from matplotlib import rc_context
 
     settings: Any = {**_STYLE, **changes}  # matplotlib types every name of a setting
@@ -112,7 +101,7 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
 
 
 def drawable(text: str) -> str:
-    """Return a name as a drawing can hold it: without controls, and not longer than the drawing."""
+    """Return a name without controls, at most as long as a drawing."""
     return shortened(xml_safe(" ".join(text.split())), MOST_LETTERS)
 
 
@@ -140,7 +129,7 @@ def curve(  # noqa: PLR0913  # a drawing has many labels
     higher_is_better: bool | None = None,
     phases: Sequence[tuple[float, str]] = (),
 ) -> Figure:
-    """Draw quality against size, or what moves while something is trained.
+    """Draw quality against size, or losses against steps.
 
     Args:
         series: One line each; without markers where a line has many points.
@@ -149,9 +138,8 @@ def curve(  # noqa: PLR0913  # a drawing has many labels
         y_label: Name of the quality.
         baseline: Quality of the original, drawn as a line across.
         baseline_label: Its name.
-        higher_is_better: Direction of the quality; where it is given, rings mark the points that
-            no other beats on both axes (see ``pareto``).
-        phases: Where something begins, and what; drawn as upright lines.
+        higher_is_better: Direction of the quality; if given, rings mark the Pareto front.
+        phases: Start and name of phases, drawn as upright lines.
     """
     figure, axes = _axes(4.4, 3.1, title, x_label, y_label)
     if baseline is not None:
@@ -203,10 +191,7 @@ def _line(axes: Axes, line: Series, index: int) -> None:
 
 
 def pareto(points: Sequence[tuple[float, float]], higher_is_better: bool) -> list[int]:
-    """Return positions of the (size, quality) points that no other beats.
-
-    Of equal points all are on the front.
-    """
+    """Return positions of the unbeaten (size, quality) points, equal ones included."""
     sign = 1 if higher_is_better else -1
     return [
         i
@@ -219,12 +204,7 @@ def pareto(points: Sequence[tuple[float, float]], higher_is_better: bool) -> lis
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes a figure as .svg or .png, by the suffix of ``path``.
-
-    Raises:
-        HeadpruneError: If the suffix is another one.
-        CheckpointError: If the file cannot be written.
-    """
+    """Write a figure as .svg or .png, by its suffix."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise HeadpruneError(f"'{path}': figures are written as .svg or .png, not '{path.suffix}'.")
@@ -242,13 +222,7 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def inline_svg(figure: Figure, name: str, alt: str) -> str:
-    """Return a figure as an ``<svg>`` element in the colours and the font of the page.
-
-    Args:
-        figure: The drawing.
-        name: Distinguishes its ids from those of other figures on the page.
-        alt: What a screen reader says of it.
-    """
+    """Return a figure as an ``<svg>`` element in the page's colours; ``name`` makes its ids unique."""
     from markupsafe import escape
 
     buffer = StringIO()

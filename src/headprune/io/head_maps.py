@@ -21,12 +21,7 @@ _WIDE = 10.0  # inches that small multiples fill before a second row begins
 
 @dataclass(frozen=True)
 class Mark:
-    """A head.
-
-    Attributes:
-        kind: What it is; one of those that the legend names, or "" for none.
-        size: Its share of the largest area; None where that says nothing.
-    """
+    """A head: a kind of the legend, or "", and a share of the largest area."""
 
     kind: str = ""
     size: float | None = None
@@ -34,14 +29,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class MarkedHeads:
-    """The heads of a model.
-
-    Attributes:
-        title: Which model.
-        rows: By layer, the marks of the heads that are there, by id.
-        gone: By layer, ids of heads that were cut.
-        groups: By layer, the ids of heads that belong together.
-    """
+    """The heads of a model, by layer: marks by id, cut ids and groups of ids."""
 
     title: str
     rows: Sequence[Mapping[int, Mark]]
@@ -51,14 +39,7 @@ class MarkedHeads:
 
 @dataclass(frozen=True)
 class ScoredHeads:
-    """One score of all heads.
-
-    Attributes:
-        title: Which score.
-        rows: By layer, the scores of heads, from 0 to 1, by id.
-        outlined: By layer, the heads that stand out.
-        gone: By layer, ids of heads that were cut.
-    """
+    """A score of all heads, by layer: scores by id, outlined and cut ids."""
 
     title: str
     rows: Sequence[Mapping[int, float]]
@@ -70,14 +51,7 @@ class ScoredHeads:
 def marked_heads(
     panels: Sequence[MarkedHeads], labels: Sequence[str], kinds: Sequence[str], note: str
 ) -> Figure:
-    """Layer by head: a kind is a colour and a shape, and cut heads are hollow.
-
-    Args:
-        panels: The models, drawn side by side.
-        labels: One per layer.
-        kinds: Kinds that have a colour and a shape of their own, eight at most; others are grey.
-        note: What sizes say.
-    """
+    """Draw heads by layer: colour and shape are a kind, area a size, cut heads hollow."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -121,12 +95,7 @@ def marked_heads(
 
 @styled
 def scored_heads(panels: Sequence[ScoredHeads], labels: Sequence[str]) -> Figure:
-    """Small maps of scores, all on one scale from 0 to 1; what stands out is outlined.
-
-    Args:
-        panels: The scores.
-        labels: One per layer.
-    """
+    """Draw small maps of scores on one scale from 0 to 1."""
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
@@ -188,7 +157,6 @@ def _columns(rows: Sequence[Collection[int]]) -> int:
 
 
 def _cells(axes: Axes, columns: int, labels: Sequence[str], title: str) -> None:
-    """Empty axes for a row per layer and a column per head."""
     axes.set_title(title)
     axes.set_facecolor("none")
     axes.grid(visible=False)
@@ -211,7 +179,7 @@ def _squares(axes: Axes, places: Sequence[tuple[int, int]], half: float, **look:
 
 
 def _marks(axes: Axes, panel: MarkedHeads, kind: str, kinds: Sequence[str]) -> None:
-    """Draws all heads of a kind; in ten sizes, of which a file holds each shape once."""
+    """Draw the heads of a kind, in ten sizes: a file holds each shape once."""
     known = kinds.index(kind) if kind in kinds else None
     usual, least = (0.6, 0.2) if kind else (0.0, 0.0)
     by_size: dict[float, list[tuple[int, int]]] = {}

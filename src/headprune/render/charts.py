@@ -18,7 +18,7 @@ from headprune.role import pictures
 
 
 def main_metric(report: Report) -> Metric:
-    """The metric that leads: the first that the base has as well."""
+    """Return the first metric that the base has too."""
     base = _base_values(report)
     return next((one for one in report.model.metrics if one.name in base), report.model.metrics[0])
 
@@ -32,7 +32,7 @@ def _base_values(report: Report) -> dict[str, float]:
 
 
 def quality_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
-    """Quality against size: one chart per metric, data, conditions and base."""
+    """Return quality against size: a chart per metric, data, settings and base."""
     groups: dict[tuple[Any, ...], list[tuple[ReportedRun, Report]]] = {}
     for run in runs:
         for report in run.evaluations:
@@ -45,7 +45,6 @@ def quality_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
 
 
 def _conditions(report: Report) -> tuple[str, ...]:
-    """Settings and element types that must be equal for models to be drawn together."""
     settings = {
         name: report.provenance.settings.get(name) for name in DECISIVE if name != "prefix_ids"
     }
@@ -105,7 +104,7 @@ def _bounds(value: float, difference: Difference | None) -> tuple[float, float]:
 
 
 def training_charts(run: ReportedRun) -> list[Chart]:
-    """How the expected number of heads fell, and how losses went."""
+    """Return charts of expected heads and of losses."""
     drawn = []
     for one in run.histories:
         heads = {
@@ -121,7 +120,6 @@ def training_charts(run: ReportedRun) -> list[Chart]:
 
 
 def _history(title: str, unit: str, lines: dict[str, list[float]], history: History) -> Chart:
-    """Lines over steps, with about ten rows of them, first and last among them."""
     steps, last = [point.step for point in history.points], len(history.points) - 1
     places = sorted({round(i * last / 10) for i in range(11)})
     rows = [(f"{steps[i]:,}", *(f"{line[i]:.4g}" for line in lines.values())) for i in places]
@@ -141,7 +139,7 @@ def _history(title: str, unit: str, lines: dict[str, list[float]], history: Hist
 
 
 def roles_charts(run: ReportedRun) -> list[Chart]:
-    """Roles of heads, before and after a cut where both are known, and their scores."""
+    """Return charts of roles, before and after a cut, and of their scores."""
     if (record := run.roles) is None:
         return []
     counts = {n: sum(h.role == n for m in record.modules for h in m.heads) for n in record.roles}

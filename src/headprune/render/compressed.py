@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def outline(console: Console, result: Outline) -> None:
-    """What would be made and measured."""
+    """Print the candidates of a dry run."""
     page = [
         f"To be kept: {result.goal}.",
         f"Text, a part of each held out: {', '.join(result.texts)}.",
@@ -29,7 +29,7 @@ def outline(console: Console, result: Outline) -> None:
 
 
 def compressed(console: Console, result: Compressed) -> None:
-    """All candidates, the texts, and the proof."""
+    """Print all candidates, the choice and the proof."""
     choice = result.choice
     page: list[Block] = records.chosen(choice)
     if choice.lead is not None:

@@ -1,4 +1,4 @@
-"""Results, gates, scores and reports in the folders of a report, recognised by content."""
+"""Parts of a report in folders: results, gates, scores, roles, reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Result:
 
 @dataclass
 class Place:
-    """The parts in one folder, by their paths."""
+    """The parts in one folder, by path."""
 
     path: Path
     results: dict[Path, Result] = field(default_factory=dict)
@@ -48,16 +48,13 @@ class Place:
 
     @property
     def tips(self) -> list[Result]:
-        """The results that no other result here was made of."""
+        """Results without a successor here."""
         parents = {step.id for one in self.results.values() for step in one.manifest.lineage}
         return [one for one in self.results.values() if one.manifest.id not in parents]
 
 
 def read_place(path: Path) -> Place:
-    """Reads results, gates, scores, roles and reports in a folder, some levels deep.
-
-    Args:
-        path: A folder, or a report that ``evaluate`` or ``check`` wrote.
+    """Read a report, or all parts in a folder, three levels deep.
 
     Raises:
         CheckpointError: If nothing finished is there, or something is damaged.
@@ -110,7 +107,6 @@ def _read_folder(folder: Path, place: Place) -> None:
 
 
 def _read_report(file: Path, place: Place) -> None:
-    """Adds a report of ``evaluate`` or ``check``; other files are left alone."""
     content: Any = read_json(file) if file.stat().st_size < _LARGEST_JSON else None
     if isinstance(content, dict) and CHECK.fields <= content.keys():
         place.checks[file] = validated(CheckReport, content, file)

@@ -31,7 +31,7 @@ _STEPS = TypeAdapter(tuple[_Step, ...])
 
 @dataclass(frozen=True)
 class History:
-    """A training, in as many points as a drawing can show."""
+    """A training, thinned to the points of a drawing."""
 
     kind: str  # "gates", or "heal" for a result
     points: tuple[_Step, ...]  # the last step of every bucket, with the mean loss of its steps
@@ -39,17 +39,13 @@ class History:
     steps: int  # in the file
 
     def column(self, name: str) -> list[float]:
-        """Numbers of all points; empty where one has none."""
+        """Return a number of every point; empty where one lacks it."""
         values = [getattr(point, name) for point in self.points]
         return [] if None in values else values
 
 
 def history(path: Path, kind: str) -> History | None:
-    """Return a history; None where it is empty.
-
-    Raises:
-        CheckpointError: If it is damaged.
-    """
+    """Return a history; None where empty. Raise CheckpointError where damaged."""
     try:
         steps = _STEPS.validate_python(read_json_lines(path))
     except ValidationError as problem:

@@ -1,4 +1,4 @@
-"""Blocks as a page: one HTML file that needs nothing from elsewhere."""
+"""Blocks as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def report_page(
     shared: Sequence[Block],
     own: Sequence[Sequence[Block]],
 ) -> str:
-    """Return the report.
+    """Return the report page.
 
     Args:
         title: Its title.
-        heads: The runs with the numbers to look at first.
+        heads: The runs with their headline numbers.
         shared: Blocks about all runs.
-        own: Blocks of every run, in order.
+        own: Blocks per run.
     """
     number = iter(range(1_000_000))
 
@@ -65,17 +65,16 @@ def page(name: str, **content: Any) -> str:
 
 
 def _kind(block: Block) -> str:
-    """Which macro of the template draws a block."""
     kinds = {Table: "table", Paragraph: "text", Code: "code", Chart: "chart", Section: "section"}
     return kinds.get(type(block), "map")
 
 
 def template(name: str) -> str:
-    """Return the text of a template, of a style or of a script."""
+    """Return the text of a file in ``templates``."""
     return (files("headprune.render") / "templates" / name).read_text(encoding="utf-8")
 
 
 def script_json(content: Any) -> Markup:
-    """Return JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end its script element."""
     text = json.dumps(content, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -1,4 +1,4 @@
-"""The commands that come next, with the settings that were used so far."""
+"""The next commands, with the settings so far."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEEP = 0.75  # share of heads that an example of a cut keeps
 
 
 def after_cut(result: Pruned) -> str | None:
-    """Measures a result against its original; None where nothing measures it on text."""
+    """Return the evaluation of a result; None where no text measures it."""
     made = result.manifest.made_by
     # what transformers 4 pruned cannot be loaded, to compare with
     if made is None or made.command == "migrate" or result.manifest.auto_class not in _ON_TEXT:
@@ -34,7 +34,7 @@ def after_cut(result: Pruned) -> str | None:
 
 
 def after_gates(run: GatesRun, model: str, dtype: Dtype, allowed: Allowed) -> str:
-    """Cuts what gates were trained for."""
+    """Return the cut that gates were trained for."""
     return command(
         "prune",
         model,
@@ -47,7 +47,7 @@ def after_gates(run: GatesRun, model: str, dtype: Dtype, allowed: Allowed) -> st
 
 
 def after_scores(scores: Scores, output: Path, model: str, allowed: Allowed) -> str:
-    """Cuts by scores."""
+    """Return a cut by scores."""
     names = list(scores.scores)
     return command(
         "prune",
@@ -62,7 +62,7 @@ def after_scores(scores: Scores, output: Path, model: str, allowed: Allowed) -> 
 
 
 def after_plan(planned: Planned, output: Path, model: str, allowed: Allowed) -> str:
-    """Cuts by a plan that was made from scores."""
+    """Return the cut of a plan that was made from scores."""
     made = planned.scores
     return command(
         "prune",
@@ -75,7 +75,7 @@ def after_plan(planned: Planned, output: Path, model: str, allowed: Allowed) -> 
 
 
 def _as_scored(made: ScoresMetadata) -> dict[str, Any]:
-    """Options of prune that go with scores: a refit on the same text, the same dtype."""
+    """Return a refit on the text of the scores, and their dtype."""
     options: dict[str, Any] = {"layout": "ragged" if made.ragged else None}
     settings = _chosen(made.calibration.dtype)
     if made.data is not None and made.refits:
@@ -98,7 +98,6 @@ def _chosen(dtype: Dtype) -> tuple[str, ...]:
 
 
 def _free(evidence: Path) -> Path:
-    """A name for the result, of nothing that is there."""
     path, number = beside(evidence, "{}-pruned"), 2
     while path.exists():
         path, number = beside(evidence, f"{{}}-pruned-{number}"), number + 1

@@ -41,13 +41,13 @@ MARKDOWN = (".md", ".markdown")
 
 @dataclass(frozen=True)
 class Reported:
-    """A finished report: its runs, and the page or the Markdown."""
+    """A finished report and its runs."""
 
     runs: tuple[ReportedRun, ...]
     output: Path
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the content of ``--json``."""
         runs = [
             {"name": r.name, "folder": str(r.path), "source": r.source, "summary": r.summary}
             for r in self.runs
@@ -59,13 +59,12 @@ def report(runs: Sequence[str | Path], output: Path, overwrite: bool = False) ->
     """Write a report on one run, or on several side by side.
 
     Args:
-        runs: Folders that headprune wrote (results, gates, scores, or folders that hold several of
-            them and reports of ``evaluate`` and ``check``), or such reports themselves.
-        output: The page to write, or with a suffix of Markdown a summary for a pull request.
-        overwrite: Replace an existing page, if headprune wrote it.
+        runs: Folders of headprune, or reports of ``evaluate`` and ``check``.
+        output: A page (.html), or a summary for a pull request (.md).
+        overwrite: Replace an existing page of headprune.
 
     Raises:
-        HeadpruneError: If there is nothing finished to report on, or the output cannot be written.
+        HeadpruneError: If nothing finished is there, or the output cannot be written.
     """
     if not runs:
         raise HeadpruneError("There is no run to report on; give its folder.")
@@ -83,7 +82,7 @@ def report(runs: Sequence[str | Path], output: Path, overwrite: bool = False) ->
 
 
 def page(runs: Sequence[ReportedRun]) -> str:
-    """Return the HTML page: one file, nothing from elsewhere."""
+    """Return the self-contained HTML page."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side"
     heads = [(run, tiles(run)) for run in runs]
     shared, own = charts.quality_charts(runs), [*map(run_blocks, runs)]
@@ -96,7 +95,6 @@ def page(runs: Sequence[ReportedRun]) -> str:
 
 
 def _named_maps(runs: Sequence[ReportedRun]) -> Iterator[HeadMap]:
-    """The maps of heads of several runs, each with the name of its run."""
     for run in runs:
         if run.head_map is not None:
             run.head_map.name = run.name
@@ -104,7 +102,7 @@ def _named_maps(runs: Sequence[ReportedRun]) -> Iterator[HeadMap]:
 
 
 def summary(runs: Sequence[ReportedRun]) -> str:
-    """Return the same in short, for a pull request."""
+    """Return the Markdown summary for a pull request."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     several = len(runs) > 1
     lines = [f"- **{escaped(run.name)}**: {escaped(run.summary)}" for run in runs]
@@ -125,7 +123,7 @@ def summary(runs: Sequence[ReportedRun]) -> str:
 
 
 def run_blocks(run: ReportedRun) -> list[Block]:
-    """Heads, trainings, proof, roles, checks and evaluations of a run."""
+    """Return heads, trainings, proof, roles, checks and evaluations of a run."""
     blocks: list[Block] = [run.head_map] if run.head_map is not None else []
     blocks += charts.training_charts(run) + charts.roles_charts(run)
     if run.manifest is not None:
@@ -154,7 +152,7 @@ def run_blocks(run: ReportedRun) -> list[Block]:
 
 
 def tiles(run: ReportedRun) -> list[Tile]:
-    """The first numbers to look at."""
+    """Return the headline numbers of a run."""
     shown = [*_size_tiles(run), *_measured_tiles(run)]
     manifest, drawn = run.manifest, run.head_map
     if manifest is not None:
@@ -191,7 +189,6 @@ def _size_tiles(run: ReportedRun) -> list[Tile]:
 
 
 def _size_rows(run: ReportedRun) -> list[tuple[str, int, int]]:
-    """Counts before and after: of the original where it was evaluated, or of the first step."""
     report = run.evaluation
     if report is not None and report.against is not None and run.is_against_original(report):
         before, after = report.against.cost, report.model.cost
@@ -213,7 +210,6 @@ def _size_rows(run: ReportedRun) -> list[tuple[str, int, int]]:
 
 
 def _measured_tiles(run: ReportedRun) -> list[Tile]:
-    """The main metric, and the speed of the largest batch."""
     if (report := run.evaluation) is None:
         return []
     main = charts.main_metric(report)
@@ -232,7 +228,7 @@ def _measured_tiles(run: ReportedRun) -> list[Tile]:
 
 
 def comparison(runs: Sequence[ReportedRun]) -> Table:
-    """Runs side by side: one column each, one row per number that any of them has."""
+    """Return a column per run and a row per number."""
     columns: list[dict[str, str]] = []
     for run in runs:
         column = {"started from": run.source}

@@ -34,7 +34,7 @@ _OWN_KEYS = (
 
 
 def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
-    """The gates that stay open, and the command that comes next."""
+    """Print the open gates and the next command."""
     m = run.metadata
     words = (
         f"Gates of {m.kept_heads} of {m.query_heads} heads stay open "
@@ -48,7 +48,7 @@ def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
 
 
 def preview(console: Console, preview: Preview) -> None:
-    """The plan, drawn, and what it would leave."""
+    """Print a plan and its sizes."""
     counts = [
         ("query heads", preview.plan.query_heads, preview.plan.kept_heads),
         ("KV heads", *preview.kv_heads),
@@ -67,7 +67,7 @@ def preview(console: Console, preview: Preview) -> None:
 
 
 def roles_lost(lost: Sequence[str] | None) -> list[Block]:
-    """The roles that a plan loses, where that is known."""
+    """Return the roles that a plan loses, where known."""
     if lost is None:
         return []
     if not lost:
@@ -76,7 +76,6 @@ def roles_lost(lost: Sequence[str] | None) -> list[Block]:
 
 
 def _costs(option: str, costs: Sequence[ShapeCost]) -> list[Block]:
-    """What the values of an option would keep of the evidence; a row for all that are alike."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for cost in costs:
         share = "-" if cost.evidence is None else percent(cost.evidence)
@@ -90,14 +89,14 @@ def _costs(option: str, costs: Sequence[ShapeCost]) -> list[Block]:
 
 
 def pruned(console: Console, result: Pruned) -> None:
-    """The heads that are left, the sizes, and the proof."""
+    """Print the heads left, the sizes and the proof."""
     manifest = result.manifest
     page = [records.heads(result.plan), records.sizes([manifest]), *records.refit(manifest)]
     show(console, [*page, *written(result)])
 
 
 def converted(console: Console, result: Converted) -> None:
-    """How KV heads were merged, the sizes, and the proof."""
+    """Print the merges of KV heads, the sizes and the proof."""
     how = f"merge {result.merge}, grouping {result.grouping}"
     if result.calibration_tokens:
         how += f", calibrated on {result.calibration_tokens:,} tokens, layer after layer"
@@ -113,7 +112,7 @@ def converted(console: Console, result: Converted) -> None:
 
 
 def kv_preview(console: Console, preview: KvPreview) -> None:
-    """What every layer would keep, merge or lose, and what the other ways would have cost."""
+    """Print a plan for KV heads and its costs by engine."""
     free = preview.free or 1.0
     rows = [
         (name, cost if isinstance(cost, str) else f"{cost / free:.2f} x the free choice's")
@@ -125,7 +124,6 @@ def kv_preview(console: Console, preview: KvPreview) -> None:
 
 
 def _ways(planned: KvPlan) -> list[Block]:
-    """One line per module: the way it goes, and what every way was expected to cost, of all."""
     names = list(dict.fromkeys(way.said for ways in planned.ways.values() for way in ways))
     rows = []
     for path, record in planned.records().items():
@@ -138,7 +136,7 @@ def _ways(planned: KvPlan) -> list[Block]:
 
 
 def healed(console: Console, result: Healed) -> None:
-    """What healing brought, and the proof of what was written."""
+    """Print the gain of healing and the proof."""
     rows = [
         ("before", f"{result.before:.4f}"),
         (f"best, after {result.taken_after} of {result.steps} steps", f"{result.after:.4f}"),
@@ -148,7 +146,7 @@ def healed(console: Console, result: Healed) -> None:
 
 
 def exported(console: Console, result: Exported) -> None:
-    """What was written, and how it was proven."""
+    """Print the files of an export and their proof."""
     record = result.record
     page: list[Block] = [Paragraph(change, "note") for change in record.changes]
     page.append(Paragraph(str(record.proof), "verified"))
@@ -158,14 +156,14 @@ def exported(console: Console, result: Exported) -> None:
 
 
 def verification(console: Console, result: Verification) -> None:
-    """All checks, and their outcomes."""
+    """Print all checks and their outcomes."""
     rows = [("passed" if c.passed else "FAILED", c.name, c.found) for c in result.checks]
     notes = [Paragraph(result.not_run, "note")] if result.not_run else []
     show(console, [Table(("", "check", "outcome"), rows, names=3), *notes])
 
 
 def written(result: Pruned) -> list[Block]:
-    """The proof, how the result loads, and the commands that measure and serve it."""
+    """Return the proof, and commands that measure and serve the result."""
     from headprune.exporting.engines import serving
     from headprune.packages import missing
 

@@ -23,14 +23,14 @@ SHADES = "·░▒▓█"  # from the heads that would go first to those that wo
 
 
 def scores_json(scores: Scores) -> str:
-    """Metadata and scores, for ``--json``."""
+    """Return metadata and scores for ``--json``."""
     content = scores.metadata.model_dump(mode="json")
     content["scores"] = {name: values.tolist() for name, values in scores.scores.items()}
     return json.dumps(content, indent=2)
 
 
 def scores(console: Console, scores: Scores, output: Path, next_command: str) -> None:
-    """The scores, drawn, and the command that comes next."""
+    """Print scores and the next command."""
     heat_maps(console, scores)
     about = scores.metadata
     words = (
@@ -41,7 +41,7 @@ def scores(console: Console, scores: Scores, output: Path, next_command: str) ->
 
 
 def heat_maps(console: Console, scores: Scores) -> None:
-    """Per criterion: one line per module, one character per unit, by rank among all units."""
+    """Print a line per module and a sign per unit, by rank."""
     page: list[Block] = []
     for name, values in scores.scores.items():
         rows = []
@@ -55,7 +55,7 @@ def heat_maps(console: Console, scores: Scores) -> None:
 
 
 def planned(console: Console, result: Planned, output: Path | None, next_command: str) -> None:
-    """The plan, drawn, what it spends of every budget, and the command that comes next."""
+    """Print a plan, its use of budgets and the next command."""
     plan = result.plan
     kept, heads = plan.kept_heads, plan.query_heads
     words = f"{kept} of {heads} query heads stay ({percent(kept, heads)}), by {result.criterion}."
@@ -76,7 +76,6 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
 
 
 def _by_module(scores: Scores, values: torch.Tensor) -> Sequence[tuple[str, list[float]]]:
-    """Ranks among all units, between 0 and 1, by module."""
     order = values.argsort(stable=True).argsort(stable=True)
     ranks = order.double() / max(len(values) - 1, 1)
     parts = ranks.split(list(scores.metadata.units))

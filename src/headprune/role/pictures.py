@@ -18,10 +18,9 @@ Rows = tuple[tuple[str, ...], ...]
 
 
 def roles_figure(record: RolesRecord) -> Figure:
-    """Draw the role of every head, layer by head, of a cut model beside its original.
+    """Draw the role of every head, of a cut model beside its original.
 
-    The commonest eight roles have colours; the larger a mark, the more the loss rises without the
-    head, where that was measured.
+    The commonest eight roles have colours; a mark's area is the head's effect, where measured.
     """
     models = [*([record.original] if record.original else []), record.modules]
     titles = ["before", "after"] if record.original else [record.model.name]
@@ -41,7 +40,7 @@ def roles_figure(record: RolesRecord) -> Figure:
 
 
 def scores_figure(record: RolesRecord) -> Figure:
-    """Draw one small map per score, on one scale; heads over the line are outlined."""
+    """Draw a small map per score; heads over the line are outlined."""
     panels, cut = [], _cut(record.modules, record)
     for name, facts in record.roles.items():
         rows = [
@@ -60,7 +59,7 @@ def scores_figure(record: RolesRecord) -> Figure:
 
 
 def roles_table(record: RolesRecord) -> tuple[tuple[str, ...], Rows]:
-    """Return columns and rows of the same: layers by role, and the heads that are cut."""
+    """Return columns and rows: layers by role, and cut heads."""
     original = {module.path: module.heads for module in record.original}
     rows = []
     for label, module, cut in zip(
@@ -83,7 +82,7 @@ def _heads_by_role(heads: Sequence[HeadRoles], effects: bool = False) -> str:
 
 
 def scores_table(record: RolesRecord) -> tuple[tuple[str, ...], Rows]:
-    """Return columns and rows of scores: every head by every role."""
+    """Return columns and rows: heads by role."""
 
     def cell(head: HeadRoles, name: str) -> str:
         score = head.scores.get(name)
@@ -113,7 +112,7 @@ def _panel(
 
 
 def _cut(modules: Sequence[ModuleRoles], record: RolesRecord) -> list[list[int]]:
-    """Ids of heads of the original that are missing, or else of those below the largest."""
+    """Return missing heads of the original, or else gaps below the largest id."""
     before = {m.path: [head.head for head in m.heads] for m in record.original}
     now = {m.path: [head.head for head in m.heads] for m in modules}
     cut = []
