@@ -19,6 +19,7 @@ checking.install([f"headprune.{name}" for name in CHECKED])
 
 import functools
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis  # noqa: F401  (it looks through what gc.freeze() hides)
@@ -29,6 +30,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from tests import tiny
+from tests.browser import Browser, started
 
 torch.set_num_threads(1)
 # the commands and their options, which would be made anew for every command that a test runs
@@ -77,3 +79,9 @@ def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(tiny.text(2_000))
     return path
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with started() as chromium:
+        yield chromium

@@ -11,7 +11,7 @@ from headprune.io import figures
 from headprune.io.figures import Series
 from headprune.regression.baseline import DECISIVE
 from headprune.render.blocks import Chart, Table, percent
-from headprune.render.histories import History
+from headprune.render.folders import History
 from headprune.render.records import short_name
 from headprune.render.runs import ReportedRun
 from headprune.role import pictures

@@ -7,14 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headprune.errors import CheckpointError
 from headprune.evaluation.report import Report
 from headprune.regression.check import CheckReport
 from headprune.render import records
 from headprune.render.blocks import Table
-from headprune.render.folders import Place, Result
+from headprune.render.folders import History, Place, Result, history
 from headprune.render.head_map import HeadMap, Layer, PerHead, per_head
-from headprune.render.histories import History, history
 from headprune.render.records import short_name
 from headprune.schemas.gates import TrainedGates
 from headprune.schemas.manifest import HISTORY, Manifest
@@ -258,7 +256,7 @@ def _map_of_result(
         and scores.metadata.model.fingerprint == first.manifest.source.fingerprint
     ):
         # scores of another model of the chain would be of other heads
-        parts = {path: part.sizes for path, part in ((layer.path, layer) for layer in layers)}
+        parts = {layer.path: layer.sizes for layer in layers}
         if set(scores.metadata.modules) <= parts.keys():
             _show_scores(drawn, scores, [parts[path] for path in scores.metadata.modules])
     return drawn
@@ -315,12 +313,7 @@ def _show_scores(drawn: HeadMap, scores: Scores, sizes: Sequence[Sequence[int]])
     about = scores.metadata
     layers = [Layer.of(p, range(sum(s)), s) for p, s in zip(about.modules, sizes, strict=True)]
     for name, values in scores.scores.items():
-        try:
-            numbers = per_head(layers, about.unit, values.tolist())
-        except ValueError:
-            raise CheckpointError(
-                f"The scores of '{about.model.name}' do not fit its units; score it again."
-            ) from None
+        numbers = per_head(layers, about.unit, values.tolist())
         if drawn.evidence is None:
             drawn.show(f"score {name}", numbers)
         drawn.tell(f"score {name}", numbers)

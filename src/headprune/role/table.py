@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -28,18 +28,6 @@ Control = Literal["uniform", "unrepeated", "offset", "elsewhere"]
 """Uniform attention, another second run, the most frequent offset, or the fact at another depth."""
 
 Measure = Callable[[Attended], Counted | None]
-
-
-class Options(TypedDict, total=False):
-    """See ``Role``."""
-
-    on: Input
-    control: Control | None
-    attribute: bool
-    crosses: bool
-    beyond: bool
-    fewest: int
-    variants: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -89,13 +77,11 @@ class Role:
 ROLES: Registry[Role] = Registry("role", PlanError)
 
 
-def role(
-    name: str, sign: str, line: float, **options: Unpack[Options]
-) -> Callable[[Measure], Measure]:
+def role(name: str, sign: str, line: float, **fields: Any) -> Callable[[Measure], Measure]:
     """Register the decorated function as a role."""
 
     def register(measure: Measure) -> Measure:
-        ROLES.add(name, Role(measure, sign, line, **options))
+        ROLES.add(name, Role(measure, sign, line, **fields))
         return measure
 
     return register
