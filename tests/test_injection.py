@@ -27,7 +27,7 @@ from headprune.io.markup import inert, json_safe, printable, sentence, xml_safe
 from headprune.planning.from_evidence import CutRequest
 from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.render.report import report
-from tests import forked, tiny
+from tests import tiny
 from tests.test_cli import printed
 
 # a title, a cleared screen, colours by a C1 control, a line of its own, commands to GitHub Actions
@@ -159,23 +159,6 @@ def test_no_text_of_a_file_is_a_command(
             assert_inert(page.read_text())
             page.unlink()
     assert said
-
-
-@pytest.mark.process
-def test_the_executable_says_the_same(place: Path, tmp_path: Path) -> None:
-    home = shutil.copytree(place, tmp_path / "home")
-    path = home / "b.json"
-    content = json.loads(path.read_text())
-    content["subject"]["model_type"] = START
-    path.write_text(json.dumps(content))
-    actions = {"GITHUB_ACTIONS": "true"}
-    done = forked.headprune(*FILES["baseline"][1](home), environment=actions)
-    assert done.returncode == 2
-    lines = done.stderr.split("\n")
-    meant = [line for line in lines if line.startswith(MEANT)]
-    assert len(meant) == 1 and "model_type was" in meant[0]
-    assert any(line.startswith("error: The baseline") for line in lines)
-    assert_inert(done.stdout + done.stderr.replace(meant[0], ""))
 
 
 # --- what libraries say

@@ -29,7 +29,7 @@ from headprune.regression.limits import parse_limit
 from headprune.regression.roles import judge_roles
 from headprune.render.roles import roles as show
 from headprune.role import ROLES
-from headprune.role.ablation import Out, head_means, recorded, replayed, rises
+from headprune.role.ablation import Out, head_means, random_sets, recorded, replayed, rises
 from headprune.role.inputs import Reading, repeated_inputs, token_classes
 from headprune.role.measure import roles
 from headprune.role.scores import changes, score_of

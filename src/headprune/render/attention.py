@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from torch import Tensor
 
 from headprune.context import Allowed, Context
@@ -58,13 +57,15 @@ class AttentionPicture:
 
     def html(self) -> str:
         """Return the self-contained page."""
+        kinds = dict.fromkeys(layer.kind for layer in self.sentence.layers)
+        by_kind = [[one for one in self.sentence.layers if one.kind == kind] for kind in kinds]
         return page(
             "attention.html.jinja",
+            style=template("page.css") + template("attention.css"),
+            script=template("attention.js"),
             sentence=self.sentence,
             left_out=list(self.left_out()),
-            grids=[_grid(layers) for layers in _by_kind(self.sentence)],
-            css=Markup(template("page.css") + template("attention.css")),
-            script=Markup(template("attention.js")),
+            grids=[*map(_grid, by_kind)],
             data=self._data(),
         )
 
@@ -109,7 +110,9 @@ class AttentionPicture:
                     **{"name": layer.name, "path": layer.path, "heads": layer.heads},
                     "queries": layer.queries.labels,
                     "keys": layer.keys.labels,
-                    "weights": base64.b64encode(_whole_numbers(layer.weights)).decode(),
+                    "weights": base64.b64encode(
+                        (layer.weights.clamp(0, 1) * FULL).round().numpy().astype("<u2").tobytes()
+                    ).decode(),
                 }
                 for layer in self.sentence.layers
             ],
@@ -150,11 +153,6 @@ def refuse_other_suffix(output: Path) -> None:
         raise HeadpruneError(f"'{output}': the output is a page; name an .html file.")
 
 
-def _by_kind(sentence: Sentence) -> list[list[LayerWeights]]:
-    kinds = dict.fromkeys(layer.kind for layer in sentence.layers)
-    return [[layer for layer in sentence.layers if layer.kind == kind] for kind in kinds]
-
-
 def _grid(layers: Sequence[LayerWeights]) -> dict[str, Any]:
     rows = []
     for layer in layers:
@@ -177,7 +175,3 @@ def _map(weights: Tensor) -> str:
     buffer = BytesIO()
     imsave(buffer, pixels, format="png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def _whole_numbers(weights: Tensor) -> bytes:
-    return (weights.clamp(0, 1) * FULL).round().numpy().astype("<u2").tobytes()

@@ -48,9 +48,9 @@ def _conditions(report: Report) -> tuple[str, ...]:
     settings = {
         name: report.provenance.settings.get(name) for name in DECISIVE if name != "prefix_ids"
     }
-    given = [f"--{name.replace('_', '-')} {v}" for name, v in settings.items() if v is not None]
+    flags = [f"--{name.replace('_', '-')} {v}" for name, v in settings.items() if v is not None]
     models = [report.model, *([report.against] if report.against else [])]
-    return (*given, *dict.fromkeys(one.dtype for one in models))
+    return (*flags, *dict.fromkeys(one.dtype for one in models))
 
 
 def _quality_chart(members: Sequence[tuple[ReportedRun, Report]], alone: bool) -> Chart:
@@ -143,7 +143,7 @@ def roles_charts(run: ReportedRun) -> list[Chart]:
     if (record := run.roles) is None:
         return []
     counts = {n: sum(h.role == n for m in record.modules for h in m.heads) for n in record.roles}
-    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
+    listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
     of = f"{record.model.name}, on {short_name(record.data.source)}"
     columns, rows = pictures.roles_table(record)
     scored = pictures.scores_table(record)
@@ -151,7 +151,7 @@ def roles_charts(run: ReportedRun) -> list[Chart]:
         Chart(
             "Roles of heads",
             pictures.roles_figure(record),
-            f"Heads with a role: {told}.",
+            f"Heads with a role: {listed}.",
             Table(columns, rows, names=len(columns)),
             f"{of}.",
             wide=True,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
@@ -13,45 +13,16 @@ from markupsafe import Markup
 from headprune._version import __version__
 from headprune.io.figures import inline_svg
 from headprune.io.markup import xml_safe
-from headprune.render.blocks import Block, Chart, Code, Paragraph, Section, Table, Tile
-
-if TYPE_CHECKING:
-    from headprune.render.runs import ReportedRun
+from headprune.render.blocks import Block, Chart, Code, Paragraph, Section, Table
 
 
-def report_page(
-    title: str,
-    heads: Sequence[tuple[ReportedRun, Sequence[Tile]]],
-    shared: Sequence[Block],
-    own: Sequence[Sequence[Block]],
-) -> str:
-    """Return the report page.
-
-    Args:
-        title: Its title.
-        heads: The runs with their headline numbers.
-        shared: Blocks about all runs.
-        own: Blocks per run.
-    """
-    number = iter(range(1_000_000))
+def page(name: str, *, style: str, script: str, **content: Any) -> str:
+    """Return a page from its template, its style and its script."""
+    number = count()
 
     def svg(chart: Chart) -> Markup:
         return Markup(inline_svg(chart.figure, f"f{next(number)}", chart.alt))
 
-    return page(
-        "page.html.jinja",
-        title=title,
-        heads=heads,
-        shared=shared,
-        own=own,
-        svg=svg,
-        css=Markup(template("page.css")),
-        script=Markup(template("page.js")),
-    )
-
-
-def page(name: str, **content: Any) -> str:
-    """Return a page from its template."""
     environment = Environment(
         loader=FunctionLoader(template),
         autoescape=True,
@@ -61,7 +32,8 @@ def page(name: str, **content: Any) -> str:
     )
     environment.filters["script_json"] = script_json
     environment.filters["kind"] = _kind
-    return xml_safe(environment.get_template(name).render(version=__version__, **content))
+    content |= {"version": __version__, "svg": svg, "css": Markup(style), "script": Markup(script)}
+    return xml_safe(environment.get_template(name).render(**content))
 
 
 def _kind(block: Block) -> str:

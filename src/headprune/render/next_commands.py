@@ -22,12 +22,12 @@ KEEP = 0.75  # share of heads that an example of a cut keeps
 
 def after_cut(result: Pruned) -> str | None:
     """Return the evaluation of a result; None where no text measures it."""
-    made = result.manifest.made_by
+    origin = result.manifest.made_by
     # what transformers 4 pruned cannot be loaded, to compare with
-    if made is None or made.command == "migrate" or result.manifest.auto_class not in _ON_TEXT:
+    if origin is None or origin.command == "migrate" or result.manifest.auto_class not in _ON_TEXT:
         return None
-    original = made.options.get("teacher", made.options.get("model"))
-    remote = made.options.get("trust_remote_code") or None
+    original = origin.options.get("teacher", origin.options.get("model"))
+    remote = origin.options.get("trust_remote_code") or None
     return command(
         "evaluate", result.output, data="TEXT", against=original, trust_remote_code=remote
     )
@@ -62,34 +62,36 @@ def after_scores(scores: Scores, output: Path, model: str, allowed: Allowed) -> 
 
 
 def after_plan(planned: Planned, output: Path, model: str, allowed: Allowed) -> str:
-    """Return the cut of a plan that was made from scores."""
-    made = planned.scores
+    """Return the cut of a plan that was metadata from scores."""
+    metadata = planned.scores
     return command(
         "prune",
         model,
         _free(output.with_suffix("")),
         plan=output,
-        **_as_scored(made),
+        **_as_scored(metadata),
         trust_remote_code=allowed.trust_remote_code,
     )
 
 
-def _as_scored(made: ScoresMetadata) -> dict[str, Any]:
+def _as_scored(metadata: ScoresMetadata) -> dict[str, Any]:
     """Return a refit on the text of the scores, and their dtype."""
-    options: dict[str, Any] = {"layout": "ragged" if made.ragged else None}
-    settings = _chosen(made.calibration.dtype)
-    if made.data is not None and made.refits:
-        used, usual = made.calibration, CalibrationConfig()
+    options: dict[str, Any] = {"layout": "ragged" if metadata.ragged else None}
+    settings = _chosen(metadata.calibration.dtype)
+    if metadata.data is not None and metadata.refits:
+        used, usual = metadata.calibration, CalibrationConfig()
         same = {
             name: getattr(used, name)
             for name in ("calibration_tokens", "seq_len")
             if getattr(used, name) != getattr(usual, name)
         }
-        if made.data.text_column is not None:
-            same["text_column"] = made.data.text_column
+        if metadata.data.text_column is not None:
+            same["text_column"] = metadata.data.text_column
         settings += tuple(f"{name}={value}" for name, value in same.items())
-        split = "" if made.data.split == DataConfig(source="").split else f"@{made.data.split}"
-        options["refit"] = made.data.source + split
+        split = (
+            "" if metadata.data.split == DataConfig(source="").split else f"@{metadata.data.split}"
+        )
+        options["refit"] = metadata.data.source + split
     return {**options, "config": settings}
 
 

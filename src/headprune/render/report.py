@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from headprune.io.markup import xml_safe
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import REPORT
 from headprune.io.writing import write_whole
-from headprune.render import charts, records
+from headprune.render import charts, html, records
 from headprune.render.blocks import (
     Block,
     Chart,
@@ -29,7 +29,6 @@ from headprune.render.blocks import (
 )
 from headprune.render.folders import read_place
 from headprune.render.head_map import HeadMap
-from headprune.render.html import report_page
 from headprune.render.markdown import escaped, markdown
 from headprune.render.models import evaluated, speeds
 from headprune.render.runs import ReportedRun, assemble
@@ -83,15 +82,25 @@ def report(runs: Sequence[str | Path], output: Path, overwrite: bool = False) ->
 
 def page(runs: Sequence[ReportedRun]) -> str:
     """Return the self-contained HTML page."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side"
-    heads = [(run, tiles(run)) for run in runs]
-    shared, own = charts.quality_charts(runs), [*map(run_blocks, runs)]
+    shared: list[Block] = [*charts.quality_charts(runs)]
+    by_run = [*map(run_blocks, runs)]
+    title = f"{len(runs)} runs side by side"
     if len(runs) == 1:  # the map of heads comes first
-        first = int(runs[0].head_map is not None)
-        return report_page(title, heads, [], [[*own[0][:first], *shared, *own[0][first:]]])
-    maps = [*_named_maps(runs)]
-    own = [[block for block in blocks if block not in maps] for blocks in own]
-    return report_page(title, heads, [comparison(runs), *shared, *maps], own)
+        title, first = runs[0].name, int(runs[0].head_map is not None)
+        by_run, shared = [[*by_run[0][:first], *shared, *by_run[0][first:]]], []
+    else:
+        maps = [*_named_maps(runs)]
+        by_run = [[block for block in blocks if block not in maps] for blocks in by_run]
+        shared = [comparison(runs), *shared, *maps]
+    return html.page(
+        "page.html.jinja",
+        style=html.template("page.css"),
+        script=html.template("page.js"),
+        title=title,
+        heads=[(run, tiles(run)) for run in runs],
+        shared=shared,
+        by_run=by_run,
+    )
 
 
 def _named_maps(runs: Sequence[ReportedRun]) -> Iterator[HeadMap]:
@@ -271,8 +280,7 @@ def _facts(manifest: Manifest) -> Table:
         **{f"{name} version": version for name, version in manifest.versions.items()},
         "files": f"{len(manifest.files)} with their SHA-256 in headprune.json",
     }
-    rows = [(name, str(value)) for name, value in facts.items() if value is not None]
-    return Table(("", "provenance"), rows, names=2, facts=True)
+    return _provenance_table(facts)
 
 
 def _provenance(report: Report) -> Table:
@@ -286,5 +294,9 @@ def _provenance(report: Report) -> Table:
         **{f"{name} version": version for name, version in one.versions.items()},
         **{f"--{name.replace('_', '-')}": value for name, value in one.settings.items()},
     }
+    return _provenance_table(facts)
+
+
+def _provenance_table(facts: Mapping[str, Any]) -> Table:
     rows = [(name, str(value)) for name, value in facts.items() if value is not None]
     return Table(("", "provenance"), rows, names=2, facts=True)

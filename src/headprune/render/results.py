@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,6 +15,8 @@ from headprune.render.next_commands import after_cut
 from headprune.render.terminal import show
 
 if TYPE_CHECKING:
+    import torch
+
     from headprune.compression.compress import Compressed, Outline
     from headprune.distillation.heal import Healed
     from headprune.exporting.convert_gqa import Converted, KvPreview
@@ -21,8 +25,11 @@ if TYPE_CHECKING:
     from headprune.formats.export import Exported
     from headprune.gates.train_gates import GatesRun
     from headprune.planning.kv_heads import KvPlan
+    from headprune.planning.plan import Planned
     from headprune.proof.verify import Verification
+    from headprune.schemas.scores import Scores
 
+SHADES = "·░▒▓█"  # from the heads that would go first to those that would go last
 _DRY = "Nothing was written (--dry-run)."
 _RAGGED = (
     "single heads of a grouped-query model leave KV heads with unequal numbers of queries. Such a "
@@ -92,7 +99,11 @@ def _costs(option: str, costs: Sequence[ShapeCost]) -> list[Block]:
 def pruned(console: Console, result: Pruned) -> None:
     """Print the heads left, the sizes and the proof."""
     manifest = result.manifest
-    page = [records.heads(result.plan), records.sizes([manifest]), *records.refit(manifest)]
+    page = [
+        records.heads(result.plan),
+        records.sizes([manifest]),
+        *records.refit(manifest),
+    ]
     show(console, [*page, *written(result)])
 
 
@@ -109,7 +120,10 @@ def converted(console: Console, result: Converted) -> None:
         page.append(Table(("attention module", "KV heads", "after"), rows, modules=True))
     if result.own_keys:
         page.append(Paragraph(_OWN_KEYS.format(len(result.own_keys)), "note"))
-    show(console, [*page, records.sizes([result.pruned.manifest]), *written(result.pruned)])
+    show(
+        console,
+        [*page, records.sizes([result.pruned.manifest]), *written(result.pruned)],
+    )
 
 
 def kv_preview(console: Console, preview: KvPreview) -> None:
@@ -214,3 +228,63 @@ def compressed(console: Console, result: Compressed) -> None:
         )
         page.append(Paragraph(words, "note"))
     show(console, page)
+
+
+def scores_json(scores: Scores) -> str:
+    """Return metadata and scores for ``--json``."""
+    content = scores.metadata.model_dump(mode="json")
+    content["scores"] = {name: values.tolist() for name, values in scores.scores.items()}
+    return json.dumps(content, indent=2)
+
+
+def scores(console: Console, scores: Scores, output: Path, next_command: str) -> None:
+    """Print scores and the next command."""
+    heat_maps(console, scores)
+    about = scores.metadata
+    words = (
+        f"{sum(about.units)} units ({about.unit.value}) of {len(about.modules)} attention modules, "
+        f"{about.tokens:,} tokens. Written to {output}."
+    )
+    show(console, [Paragraph(words), Code(next_command, title="Next")])
+
+
+def heat_maps(console: Console, scores: Scores) -> None:
+    """Print a line per module and a sign per unit, by rank."""
+    page: list[Block] = []
+    for name, values in scores.scores.items():
+        rows = []
+        for module, ranks in _by_module(scores, values):
+            shades = (SHADES[min(int(rank * len(SHADES)), len(SHADES) - 1)] for rank in ranks)
+            rows.append((module, "".join(shades)))
+        title = f"{name}  {scores.metadata.criteria[name]}"
+        columns = ("attention module", scores.metadata.unit.value)
+        page.append(Table(columns, rows, title, names=2, modules=True))
+    show(console, [*page, Paragraph(f"{SHADES[0]} would go first, {SHADES[-1]} last")])
+
+
+def planned(console: Console, result: Planned, output: Path | None, next_command: str) -> None:
+    """Print a plan, its use of budgets and the next command."""
+    plan = result.plan
+    kept, heads = plan.kept_heads, plan.query_heads
+    words = f"{kept} of {heads} query heads stay ({percent(kept, heads)}), by {result.criterion}."
+    page: list[Block] = [records.heads(plan), Paragraph(words)]
+    if result.spent:
+        rows = [
+            (name, f"{most:,.6g}", f"{spent:,.6g}") for name, (most, spent) in result.spent.items()
+        ]
+        page.append(Table(("budget", "at most", "plan"), rows))
+    if result.kept_of_free is not None:
+        share = percent(result.kept_of_free)
+        page.append(Paragraph(f"It keeps {share} of the evidence of a choice for no engine."))
+    page += roles_lost(result.roles_lost)
+    page += [Paragraph(note, "note") for note in result.notes]
+    if output is not None:
+        page += [Paragraph(f"Written to {output}."), Code(next_command, title="Next")]
+    show(console, page)
+
+
+def _by_module(scores: Scores, values: torch.Tensor) -> Sequence[tuple[str, list[float]]]:
+    order = values.argsort(stable=True).argsort(stable=True)
+    ranks = order.double() / max(len(values) - 1, 1)
+    parts = ranks.split(list(scores.metadata.units))
+    return [(m, part.tolist()) for m, part in zip(scores.metadata.modules, parts, strict=True)]

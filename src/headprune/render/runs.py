@@ -47,8 +47,8 @@ class ReportedRun:
     def evaluation(self) -> Report | None:
         """The evaluation of the result; without a result, the first."""
         id_ = self.manifest.id if self.manifest is not None else None
-        own = (e for e in self.evaluations if id_ is None or e.model.id == id_)
-        return next(own, None)
+        of_result = (e for e in self.evaluations if id_ is None or e.model.id == id_)
+        return next(of_result, None)
 
     def is_against_original(self, report: Report) -> bool:
         """Return whether an evaluation's base is the first model of the run."""
@@ -135,14 +135,14 @@ class _Parts:
     def _evaluations(self, manifest: Manifest) -> list[Report]:
         """Those of a result, and then those of the models it was made of."""
         probe, lineage = ReportedRun(Path(), "", "", manifest=manifest), _lineage(manifest)
-        own = [e for e in self.evaluations if e.model.id == manifest.id]
+        of_result = [e for e in self.evaluations if e.model.id == manifest.id]
 
         def rank(e: Report) -> tuple[bool, bool, str]:
             return e.against is not None, probe.is_against_original(e), e.provenance.created
 
         ids = {manifest.steps[0].parent, *lineage} - self.tips - {None}
         return [
-            *sorted(own, key=rank, reverse=True),
+            *sorted(of_result, key=rank, reverse=True),
             *(e for e in self.evaluations if e.model.id in ids),
         ]
 
@@ -166,9 +166,9 @@ class _Parts:
             kept = {(p, h) for p, h in heads if p not in left or h in left[p].query_heads}
             run.roles, run.role_table = original[1], records.roles(original[1], kept)
         if run.head_map is not None and (record := original or cut) is not None:
-            told = {(m.path, h.head): h for m in record[1].modules for h in m.heads}
-            run.head_map.tell("role", {key: head.role or "none" for key, head in told.items()})
-            effects = {k: h.effect.zero.nats for k, h in told.items() if h.effect is not None}
+            by_head = {(m.path, h.head): h for m in record[1].modules for h in m.heads}
+            run.head_map.tell("role", {key: head.role or "none" for key, head in by_head.items()})
+            effects = {k: h.effect.zero.nats for k, h in by_head.items() if h.effect is not None}
             rises = {key: f"{nats:+.3f}" for key, nats in effects.items()}
             run.head_map.tell("loss without it, nats", rises)
 
