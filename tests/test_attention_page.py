@@ -16,7 +16,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 import headprune
-from headprune.errors import FamilyError
+from headprune.errors import FamilyError, HeadpruneError
 from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of, layer_names
 from headprune.planning.from_evidence import CutRequest
@@ -216,6 +216,8 @@ def test_the_command_writes_the_page(
     assert (code, "already exists" in err, output.read_text() == written) == (2, True, True)
     code, out, _ = run(capsys, *words, "--overwrite")
     assert (code, out.startswith("6 heads, of which 1.3 shown first.")) == (0, True)
+    with pytest.raises(HeadpruneError, match="the output is a page; name an .html file"):
+        headprune.attention(folder, tmp_path / "page.pdf", text=TEXT)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_the_command_writes_the_page(
         ),
         (["--head", "7.0"], "there is no such layer. Layers: 0, 1; a head is named as in 0.0"),
         (["--config", "target=w1"], "target is for encoder-decoders, and this is a"),
-        (["--layer", "7"], "layer 7: there is no such layer with heads. Layers: 0, 1."),
+        (["--config", "layer=7"], "layer 7: there is no such layer with heads. Layers: 0, 1."),
         (["--config", "attention=cross"], "no 'cross' attention"),
         (["--text", "Nowhere known words"], "100% of the text's tokens are unknown"),
     ],

@@ -39,10 +39,7 @@ def card(folder: Path, title: str, plan: Plan, manifest: Manifest, sections: str
         sections: Quality and roles, as ``quality_section`` and ``roles_section`` give them.
     """
     served = [Code(line, title=name) for name, line in serving(manifest, Path(title))]
-    before: list[Block] = [
-        Paragraph(records.what(manifest)),
-        records.sizes(manifest.steps),
-    ]
+    before: list[Block] = [Paragraph(records.what(manifest)), records.sizes(manifest.steps)]
     if manifest.choice is not None:
         before.append(Section("Chosen", records.chosen(manifest.choice)))
     stored = Paragraph(records.stored(manifest.shape, manifest.uneven))

@@ -62,36 +62,33 @@ def after_scores(scores: Scores, output: Path, model: str, allowed: Allowed) -> 
 
 
 def after_plan(planned: Planned, output: Path, model: str, allowed: Allowed) -> str:
-    """Return the cut of a plan that was metadata from scores."""
-    metadata = planned.scores
+    """Return the cut of a plan from scores."""
     return command(
         "prune",
         model,
         _free(output.with_suffix("")),
         plan=output,
-        **_as_scored(metadata),
+        **_as_scored(planned.scores),
         trust_remote_code=allowed.trust_remote_code,
     )
 
 
-def _as_scored(metadata: ScoresMetadata) -> dict[str, Any]:
+def _as_scored(scored: ScoresMetadata) -> dict[str, Any]:
     """Return a refit on the text of the scores, and their dtype."""
-    options: dict[str, Any] = {"layout": "ragged" if metadata.ragged else None}
-    settings = _chosen(metadata.calibration.dtype)
-    if metadata.data is not None and metadata.refits:
-        used, usual = metadata.calibration, CalibrationConfig()
+    options: dict[str, Any] = {"layout": "ragged" if scored.ragged else None}
+    settings = _chosen(scored.calibration.dtype)
+    if scored.data is not None and scored.refits:
+        used, usual = scored.calibration, CalibrationConfig()
         same = {
             name: getattr(used, name)
             for name in ("calibration_tokens", "seq_len")
             if getattr(used, name) != getattr(usual, name)
         }
-        if metadata.data.text_column is not None:
-            same["text_column"] = metadata.data.text_column
+        if scored.data.text_column is not None:
+            same["text_column"] = scored.data.text_column
         settings += tuple(f"{name}={value}" for name, value in same.items())
-        split = (
-            "" if metadata.data.split == DataConfig(source="").split else f"@{metadata.data.split}"
-        )
-        options["refit"] = metadata.data.source + split
+        split = "" if scored.data.split == DataConfig(source="").split else f"@{scored.data.split}"
+        options["refit"] = scored.data.source + suffix
     return {**options, "config": settings}
 
 
