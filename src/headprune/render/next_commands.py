@@ -88,7 +88,7 @@ def _as_scored(scored: ScoresMetadata) -> dict[str, Any]:
             same["text_column"] = scored.data.text_column
         settings += tuple(f"{name}={value}" for name, value in same.items())
         split = "" if scored.data.split == DataConfig(source="").split else f"@{scored.data.split}"
-        options["refit"] = scored.data.source + suffix
+        options["refit"] = scored.data.source + split
     return {**options, "config": settings}
 
 
