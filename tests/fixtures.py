@@ -21,6 +21,7 @@ import functools
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis  # noqa: F401  (it looks through what gc.freeze() hides)
 import pytest
@@ -30,7 +31,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from tests import tiny
-from tests.browser import Browser, started
+
+if TYPE_CHECKING:
+    from tests.browser import Browser
 
 torch.set_num_threads(1)
 # the commands and their options, which would be made anew for every command that a test runs
@@ -83,5 +86,7 @@ def text_file(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
+    from tests.browser import started  # selenium is for these tests alone
+
     with started() as chromium:
         yield chromium
