@@ -218,6 +218,9 @@ def test_the_command_writes_the_page(
     assert (code, out.startswith("6 heads, of which 1.3 shown first.")) == (0, True)
     with pytest.raises(HeadpruneError, match="the output is a page; name an .html file"):
         headprune.attention(folder, tmp_path / "page.pdf", text=TEXT)
+    with pytest.raises(HeadpruneError, match="layer 7: there is no such layer with heads"):
+        headprune.attention(folder, tmp_path / "other.html", text=TEXT, layer="7")
+    assert not (tmp_path / "other.html").exists()
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,6 @@ def test_the_command_writes_the_page(
         ),
         (["--head", "7.0"], "there is no such layer. Layers: 0, 1; a head is named as in 0.0"),
         (["--config", "target=w1"], "target is for encoder-decoders, and this is a"),
-        (["--config", "layer=7"], "layer 7: there is no such layer with heads. Layers: 0, 1."),
         (["--config", "attention=cross"], "no 'cross' attention"),
         (["--text", "Nowhere known words"], "100% of the text's tokens are unknown"),
     ],
