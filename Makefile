@@ -104,12 +104,13 @@ test-real: $(STAMP)
 test-real-short: $(STAMP)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m real tests/test_real.py -k "first_layers and bfloat16"
 
-## lint: style, types, direction of imports
+## lint: style, types, direction of imports, English
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/lint_english.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -19,7 +19,9 @@ checking.install([f"headprune.{name}" for name in CHECKED])
 
 import functools
 import gc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis  # noqa: F401  (it looks through what gc.freeze() hides)
 import pytest
@@ -29,6 +31,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from tests import tiny
+
+if TYPE_CHECKING:
+    from tests.browser import Browser
 
 torch.set_num_threads(1)
 # the commands and their options, which would be made anew for every command that a test runs
@@ -77,3 +82,11 @@ def text_file(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text(tiny.text(2_000))
     return path
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    from tests.browser import started  # selenium is for these tests alone
+
+    with started() as chromium:
+        yield chromium

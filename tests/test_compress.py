@@ -38,8 +38,8 @@ from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
 from headprune.model.open import Model
 from headprune.planning.budgets import Price, Prices
-from headprune.render import compressed as console
 from headprune.render import records, terminal
+from headprune.render import results as console
 from headprune.resuming import unwritable
 from headprune.schemas.manifest import amend_manifest, read_manifest
 from headprune.schemas.records import RefitWorth

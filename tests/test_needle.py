@@ -116,12 +116,6 @@ def test_without_room_there_is_no_needle(
         hidden(examples, lengths, most=most)
 
 
-def test_lengths_that_nobody_asked_for_go_as_far_as_the_text(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(tiny.text(600))
-    given = hidden(read_examples(DataConfig(source=str(tmp_path / "text.txt"))), ())
-    assert {len(needle.row.ids) for needle in given} == {512, 1024}  # and not 2,048
-
-
 def test_an_evaluation_shows_retrieval_beside_the_base(llama_folder: Path, text_file: Path) -> None:
     data = DataConfig(source=str(text_file))
     fast: dict[str, Any] = {"seq_len": 16, "speed": False, "resamples": 100, "copying": 0}

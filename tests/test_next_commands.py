@@ -15,23 +15,13 @@ import yaml
 
 from headprune.config import Dtype
 from headprune.io.shell import command
-from headprune.render.next_commands import _free
 from tests import tiny
 from tests.dying import write
-from tests.marks import slow_unless
 from tests.test_cli import run
 
 SMALL = ["--config", "seq_len=16", "--config", "calibration_tokens=512"]
-TRAIN = [
-    "--steps",
-    "2",
-    "--config",
-    "batch_size=2",
-    "--config",
-    "seq_len=16",
-    "--target-heads",
-    "0.5",
-]
+TRAIN = ["--steps", "2", "--config", "batch_size=2", "--config", "seq_len=16"]
+TRAIN += ["--target-heads", "0.5"]
 
 
 def test_a_command_is_quoted_as_a_shell_needs_it() -> None:
@@ -82,9 +72,7 @@ def following(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[list[
 SCORED = {
     "llama-gqa single heads": (["--unit", "head"], ["--layout", "ragged"]),
     "llama-gqa": ([], []),
-    "llama-mha": (["--criterion", "wanda", "--criterion", "fisher"], ["--criterion", "wanda"]),
     "llama-mqa": (["--config", "dtype=float64"], ["--config", "dtype=float64"]),
-    "bert-base": (["--criterion", "reconstruction"], []),
     "bert-mlm": (["--criterion", "magnitude"], []),
     "t5": (["--criterion", "fisher", "--config", "text_column=de,en"], ["text_column=de,en"]),
 }
@@ -116,9 +104,7 @@ def test_score_then_prune(case: str, home: Path, capsys: pytest.CaptureFixture[s
     assert again[2] == "its scores-pruned-2"  # the first is still there
 
 
-@pytest.mark.parametrize(
-    "criterion", slow_unless("fisher".__ne__, ["compensated", "reconstruction", "fisher"])
-)
+@pytest.mark.parametrize("criterion", ["compensated", "fisher"])
 def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(
     criterion: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,45 +128,18 @@ def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(
     assert ("cut with --refit DATA" in " ".join(ran(capsys, *plan).split())) == warned
 
 
-def test_a_refit_is_not_printed_where_there_can_be_none(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = ["score", "model", "--data", "some text.txt", "scores"]
-    tiny.save(tiny.model("albert"), home / "model")  # its layers share one module
-    after, _ = following(capsys, *base, *SMALL, "--criterion", "fisher")
-    assert "--refit" not in after
-    tiny.save(tiny.model("llama-mha"), home / "model")
-    few = [
-        "--config",
-        "seq_len=16",
-        "--config",
-        "calibration_tokens=32",
-        "--criterion",
-        "fisher",
-        "--overwrite",
-    ]
-    after, _ = following(capsys, *base, *few)
-    assert "--refit" not in after
-
-
-def test_the_longest_names_have_a_sibling(tmp_path: Path) -> None:
-    (tmp_path / ("é" * 127)).mkdir()
-    assert _free(tmp_path / ("é" * 127)).name.endswith("-pruned")
-
-
-@pytest.mark.parametrize("unit", ["head", "kv-group"])
-def test_plan_then_prune(unit: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_then_prune(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny.save(tiny.model("llama-gqa"), home / "a model")
     base = ["--data", "some text.txt", "scores", "--config", "dtype=float64", *SMALL]
-    ran(capsys, "score", "a model", "--unit", unit, *base)
+    ran(capsys, "score", "a model", "--unit", "head", *base)
     plan = ["prune", "a model", "--scores", "scores", "--keep", "0.5", "--dry-run"]
     plan += ["--save-plan", "the plan.json"]
     after, made = following(capsys, *plan)
-    assert ("ragged" in after) == (unit == "head")
+    assert "ragged" in after
     assert made["refit"]["data"] == "some text.txt"
 
 
-@pytest.mark.parametrize("case", ["llama-gqa --unit head", "llama-gqa", "llama-mqa", "bert-mlm"])
+@pytest.mark.parametrize("case", ["llama-gqa --unit head", "bert-mlm"])
 def test_train_gates_then_prune(case: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, *options = case.split()
     tiny.save(tiny.model(name), home / "a model")
@@ -190,13 +149,9 @@ def test_train_gates_then_prune(case: str, home: Path, capsys: pytest.CaptureFix
     assert made["query_heads"][1] == made["query_heads"][0] // 2
 
 
-@pytest.mark.parametrize("command", ["train-gates", "score"])
-def test_what_was_allowed_stays_allowed(
-    command: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_allowed_stays_allowed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny.save(tiny.model("llama-gqa"), home / "model")
-    base = [command, "model", "--data", "some text.txt", "made"]
-    base += TRAIN if command == "train-gates" else SMALL
+    base = ["train-gates", "model", "--data", "some text.txt", "made", *TRAIN]
     after, _ = following(capsys, *base, "--trust-remote-code")
     assert "--trust-remote-code" in after
 
@@ -208,21 +163,16 @@ def stopped() -> Iterator[threading.Event]:
     yield event
 
 
-@pytest.mark.parametrize("command", ["heal", "convert-gqa"])
 def test_a_healing_that_was_stopped_goes_on_as_printed(
-    command: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny.save(tiny.model("llama-gqa"), home / "a model")
     rows = [{"body": tiny.text(40, i)} for i in range(60)]
     Path("text.jsonl").write_text("\n".join(map(json.dumps, rows)))
     healing = ["--config", "seq_len=24", "--config", "learning_rate=0.001"]
     healing += ["--config", "text_column=body", "out", "--overwrite", "--config", "bf16=false"]
-    if command == "heal":
-        start = ["heal", "a model", "--teacher", "a model", "--data", "text.jsonl"]
-        start += ["--steps", "3", "--config", "batch_size=2", "--config", "seed=5"]
-    else:
-        start = ["convert-gqa", "a model", "--kv-heads", "1", "--calibrate", "text.jsonl"]
-        start += ["--heal", "3"]
+    start = ["convert-gqa", "a model", "--kv-heads", "1", "--calibrate", "text.jsonl"]
+    start += ["--heal", "3"]
     write(Path("out"), 1)  # --overwrite is needed again
     with monkeypatch.context() as patched:
         patched.setattr("headprune.distillation.heal.stop_on_interrupt", stopped)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from matplotlib.figure import Figure
 from headprune.config import DataConfig, RolesConfig
 from headprune.errors import CheckpointError
 from headprune.exporting.prune import prune
-from headprune.io.figures import MUTED, SERIES, save
+from headprune.io.figures import MUTED, SERIES
 from headprune.model.attention import attention_of, identity
 from headprune.planning.from_evidence import CutRequest
 from headprune.render.report import report
@@ -34,18 +33,12 @@ from headprune.schemas.roles import (
 )
 from headprune.tensors.units import Unit
 from tests import tiny
-from tests.browser import Browser, started
+from tests.browser import Browser
 
 PATHS = [f"model.layers.{layer}.self_attn" for layer in range(tiny.LAYERS)]
 MODEL = ModelIdentity(
     name="small", model_type="llama", architecture="LlamaForCausalLM", fingerprint="a"
 )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with started() as driver:
-        yield driver
 
 
 def head(number: int, role: str | None, rise: float | None) -> HeadRoles:
@@ -140,18 +133,6 @@ def test_cut_heads_are_hollow_and_groups_framed_beside_the_original() -> None:
     assert squares(roles_figure(alone), 0) == [12, 4]  # head 0 of each; 4 and 5 nobody knows of
 
 
-def test_sizes_are_effects() -> None:
-    def sizes(figure: Figure) -> set[float]:
-        several = figure.axes[0].collections
-        drawn = [one for one in several if isinstance(one, PathCollection)]
-        return {float(size) for one in drawn for size in np.asarray(one.get_sizes())}
-
-    two = modules({}, rise=0.1)[:1] + modules({}, rise=0.01)[1:2]
-    small, large = sorted(sizes(roles_figure(record(modules=two))))
-    assert large > 3 * small
-    assert len(sizes(roles_figure(record(modules=modules({}, rise=0.1))))) == 1
-
-
 def test_a_score_has_its_place_on_one_scale() -> None:
     shown = [axes for axes in scores_figure(record()).axes if axes.get_visible()]
     titles = [axes.get_title(loc="left") for axes in shown]
@@ -169,15 +150,6 @@ def test_the_table_has_the_same() -> None:
     assert columns == ("layer", "before", "after", "cut")
     assert rows[3] == ("3", "induction: 2, 4", "induction: 2", "0, 4, 5")
     assert roles_table(record())[1][0] == ("0", "previous-token: 1", "-")
-
-
-def test_many_roles_keep_to_eight_colours_and_grey(tmp_path: Path) -> None:
-    several = {(n // 6, n % 6): name for n, name in enumerate(ROLES)}
-    assert len(several) > 8
-    drawn = marks(roles_figure(record(modules=modules(several))), 0)
-    assert set(drawn) == {*SERIES, MUTED}
-    first = save(roles_figure(record()), tmp_path / "a.svg").read_bytes()
-    assert first == save(roles_figure(record()), tmp_path / "b.svg").read_bytes()
 
 
 def write(one: RolesRecord, folder: Path) -> Path:

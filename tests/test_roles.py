@@ -39,7 +39,6 @@ from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.schemas.roles import RolesRecord
 from headprune.tensors.units import Unit
 from tests import planted, tiny
-from tests.marks import slow_unless
 from tests.test_cli import run
 
 SMALL = RolesConfig(sequences=8, seq_len=60, resamples=200)
@@ -111,7 +110,6 @@ def test_planted_heads_have_their_roles(record: RolesRecord) -> None:
 @pytest.mark.parametrize(
     ("place", "spoil"),
     [
-        ("0.0", lambda model: planted.shuffled(model, 0, 0)),
         ("0.1", lambda model: planted.shuffled(model, 0, 1)),
         ("0.2", lambda model: planted.shuffled(model, 0, 2)),
         # the copy is one token late, so that the head looks at the wrong place
@@ -147,7 +145,7 @@ def test_a_head_that_looks_back_as_far_as_the_run_is_long_fails_its_control(
     assert (head.role, head.scores[role].state) == (None, "under")
 
 
-@pytest.mark.parametrize("case", tiny.present("llama-gqa", "bert-mlm", "gpt_neox"))
+@pytest.mark.parametrize("case", tiny.present("llama-gqa", "bert-mlm"))
 def test_a_random_model_has_no_roles(case: str, tmp_path: Path) -> None:
     random = measured(tiny.model(case), tmp_path)
     assert {*by_head(random).values()} == {None}
@@ -215,9 +213,7 @@ def watched(model: PreTrainedModel, rows: list[torch.Tensor], size: int, pad: in
     return watch(model, attention_of(model), Reading(batches), on_text, classes)
 
 
-@pytest.mark.parametrize(
-    "case", tiny.present("llama-gqa", "bert-mlm", "t5", "deberta-v2", "falcon")
-)
+@pytest.mark.parametrize("case", tiny.present("llama-gqa", "t5", "deberta-v2"))
 def test_neither_batch_nor_padding_counts(case: str) -> None:
     model = tiny.model(case)
     generator = torch.Generator().manual_seed(0)
@@ -249,10 +245,7 @@ def test_the_best_of_many_offsets_is_judged_on_sequences_that_did_not_choose_it(
 
 @pytest.mark.parametrize(
     "case",
-    slow_unless(
-        {"llama-gqa", "albert", "t5"}.__contains__,
-        tiny.present("llama-gqa", "gpt2", "bert-mlm", "albert", "t5", "falcon"),
-    ),
+    tiny.present("llama-gqa", "albert", "t5"),
 )
 def test_the_loss_without_heads_is_that_of_the_whole_model_run_again(
     case: str, monkeypatch: pytest.MonkeyPatch
@@ -303,19 +296,6 @@ def test_layers_run_as_often_as_something_changed(monkeypatch: pytest.MonkeyPatc
     assert not torch.allclose(spoilt[drawn[1]], exact[drawn[1]], atol=1e-5)
 
 
-def test_a_head_that_says_the_same_of_everything_is_its_mean() -> None:
-    model, batches = batches_of("llama-mha")
-    attentions = attention_of(model)
-    with torch.no_grad():  # the values of its first head are zero
-        attentions[1].module.v_proj.weight[: attentions[1].head_dim] = 0
-    means = head_means(model, attentions, batches)
-    ablations = [(Out(1, (0,), True),), (Out(1, (0,), False),), (Out(1, (1,), True),)]
-    mean, zero, second = rises(model, attentions, batches, means, ablations).values()
-    assert mean.mean() == pytest.approx(0, abs=1e-5)
-    assert abs(zero.mean()) > 1e-3
-    assert abs(second.mean()) > 1e-4
-
-
 def test_effects_are_written_beside_roles(tmp_path: Path) -> None:
     model = whole()
     planted.writes(model, 1, 0)
@@ -331,18 +311,6 @@ def test_effects_are_written_beside_roles(tmp_path: Path) -> None:
     assert (together.heads, len(together.random)) == (1, 20)
     assert together.rise == alone.mean != alone.zero
     assert max(together.random) == pytest.approx(0, abs=1e-6)  # the others of its layer are idle
-
-
-def test_random_sets_have_as_many_heads_of_the_same_layers() -> None:
-    attentions = attention_of(tiny.model("llama-gqa"))
-    drawn = random_sets(attentions, {0: [1, 2], 2: [0, 1, 2, 3]}, seed=0)
-    assert len(drawn) == 20
-    for heads in drawn:
-        assert {p: len(set(places)) for p, places in heads.items()} == {0: 2, 2: 4}
-        assert not set(heads[0]) & {1, 2}
-        assert {4, 5} < set(heads[2])  # the set's own, where others run out
-    assert len({str(heads) for heads in drawn}) > 5
-    assert random_sets(attentions, {0: [*range(6)]}, seed=0) == []
 
 
 SMALLER = ["--sequences", "8", "--config", "seq_len=60", "--config", "resamples=200", "--json"]
@@ -401,7 +369,6 @@ def test_what_a_cut_loses_has_the_numbers_of_the_original(
 @pytest.mark.parametrize(
     ("arguments", "words", "said"),
     [
-        (["--config", "seq_len=60"], 20, "makes 0 sequences"),
         (["--config", "seq_len=60"], 80, "an interval needs four"),
         (["--config", "seq_len=8", "--sequences", "4"], 500, "an interval needs four"),
         (["--config", "seq_len=60", "--config", "attention=cross"], 500, "no 'cross' attention"),
@@ -477,3 +444,28 @@ def test_a_role_that_a_head_nearly_has_is_not_surely_lost(
     judged = judge_roles([limit], loaded, config, lambda *_: None)[limit]
     assert (judged.verdict.value, judged.n_needed) == (verdict, None)
     assert judged.names == ("induction",)
+
+
+def test_a_head_that_says_the_same_of_everything_is_its_mean() -> None:
+    model, batches = batches_of("llama-mha")
+    attentions = attention_of(model)
+    with torch.no_grad():  # the values of its first head are zero
+        attentions[1].module.v_proj.weight[: attentions[1].head_dim] = 0
+    means = head_means(model, attentions, batches)
+    ablations = [(Out(1, (0,), True),), (Out(1, (0,), False),), (Out(1, (1,), True),)]
+    mean, zero, second = rises(model, attentions, batches, means, ablations).values()
+    assert mean.mean() == pytest.approx(0, abs=1e-5)
+    assert abs(zero.mean()) > 1e-3
+    assert abs(second.mean()) > 1e-4
+
+
+def test_random_sets_have_as_many_heads_of_the_same_layers() -> None:
+    attentions = attention_of(tiny.model("llama-gqa"))
+    drawn = random_sets(attentions, {0: [1, 2], 2: [0, 1, 2, 3]}, seed=0)
+    assert len(drawn) == 20
+    for heads in drawn:
+        assert {p: len(set(places)) for p, places in heads.items()} == {0: 2, 2: 4}
+        assert not set(heads[0]) & {1, 2}
+        assert {4, 5} < set(heads[2])  # the set's own, where others run out
+    assert len({str(heads) for heads in drawn}) > 5
+    assert random_sets(attentions, {0: [*range(6)]}, seed=0) == []

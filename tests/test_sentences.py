@@ -11,8 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
-    AutoModel,
-    DataCollatorWithPadding,
     GPT2Config,
     GPT2ForSequenceClassification,
 )
@@ -29,7 +27,6 @@ from headprune.config import (
 from headprune.data.batches import Batches, batches, calibration, merge_calibration
 from headprune.data.read import read_examples
 from headprune.data.sentences import by_sentence, sentences
-from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError
 from headprune.evaluation.evaluate import evaluate
 from headprune.model.batch import without_labels
@@ -92,22 +89,6 @@ def test_text_that_is_no_sentences_and_tables_stay_as_they_are(tmp_path: Path) -
     assert len(found.texts) == 40 and found.rows_are_documents
 
 
-@pytest.mark.parametrize(("case", "alike"), [("bert-base", True), ("bert-mlm", False)])
-def test_encoders_without_a_head_calibrate_on_sentences(
-    case: str, alike: bool, tmp_path: Path
-) -> None:
-    net, folder = tiny.model(case), tiny.save(tiny.model(case), tmp_path / "model")
-    config = CalibrationConfig(calibration_tokens=256, seq_len=64)
-    plain, table = (
-        calibration(
-            net, load_tokenizer(folder), DataConfig(source=str(file)), config, "score"
-        ).fit.whole()
-        for file in _written(tmp_path)
-    )
-    same = plain["input_ids"].shape == table["input_ids"].shape
-    assert (same and bool((plain["input_ids"] == table["input_ids"]).all())) is alike
-
-
 def test_embeddings_of_plain_text_are_of_its_sentences(tmp_path: Path) -> None:
     folder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
     tiny.save(tiny.model("bert-base"), tmp_path / "other")
@@ -143,17 +124,6 @@ def test_a_step_of_short_texts_has_the_tokens_of_one_of_long_ones(tmp_path: Path
     assert _step("gpt2", tmp_path, [4] * 200, seq_len=64).of_step == 2  # packed into windows
 
 
-def test_few_short_texts_still_make_several_steps(tmp_path: Path) -> None:
-    assert _step("bert-base", tmp_path, [4] * 64, seq_len=64).of_step == 8
-    assert _step("bert-base", tmp_path, [4] * 8, seq_len=64).of_step == 2
-
-
-def test_texts_are_cut_only_where_more_of_them_fit_then(tmp_path: Path) -> None:
-    found = _step("bert-base", tmp_path, [40] * 190 + [110] * 10, seq_len=120)
-    assert found.of_step == 2  # twice the mean is 87, and no two of these fit either
-    assert found.collate([found.rows[199]])["input_ids"].shape == (1, 110)
-
-
 def test_one_long_text_pads_no_step(tmp_path: Path) -> None:
     found = _step("bert-base", tmp_path, [4] * 199 + [60], seq_len=64)
     last = found.rows[199]["input_ids"]
@@ -169,27 +139,11 @@ def test_pairs_are_as_long_as_their_longer_side(tmp_path: Path) -> None:
     assert batch["labels"].shape[1] > batch["input_ids"].shape[1]
 
 
-def test_a_tokenizer_without_padding_calibrates_a_decoder_without_a_head(tmp_path: Path) -> None:
-    net = AutoModel.from_config(tiny.model("gpt2").config)
-    net.save_pretrained(tmp_path / "model")
-    tokenizer = tiny.tokenizer()
-    tokenizer.pad_token = None
-    tokenizer.save_pretrained(tmp_path / "model")
-    plain, _ = _written(tmp_path)
-    config = CalibrationConfig(calibration_tokens=256, seq_len=64)
-    found = calibration(
-        net, load_tokenizer(tmp_path / "model"), DataConfig(source=str(plain)), config, "score"
-    )
-    masks = found.fit.whole()["attention_mask"]
-    assert 0 < int((masks == 0).sum()) < masks.numel() / 2
-
-
-@pytest.mark.parametrize("pad_id", [None, -1])
 def test_a_classifier_that_cannot_tell_padding_says_what_it_lacks(
-    pad_id: int | None, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     sizes = {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64, "vocab_size": tiny.VOCAB}
-    net = GPT2ForSequenceClassification(GPT2Config(**sizes, num_labels=3, pad_token_id=pad_id))
+    net = GPT2ForSequenceClassification(GPT2Config(**sizes, num_labels=3, pad_token_id=None))
     folder = tiny.save(net, tmp_path / "model")
     data = DataConfig(source=str(_written(tmp_path)[0]))
     config = CalibrationConfig(calibration_tokens=256, seq_len=64)
@@ -203,24 +157,6 @@ def test_a_classifier_that_cannot_tell_padding_says_what_it_lacks(
             calibration(net, load_tokenizer(folder), data, config, "score").fit.whole()
         )
     )
-
-
-@pytest.mark.parametrize(("batch_size", "of_step"), [(1, 2), (3, 3)])
-def test_healing_takes_as_many_short_texts_as_fit(
-    batch_size: int, of_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
-    _, table = _written(tmp_path)  # 40 texts: three at once leave no eight steps of more
-    seen, collated = [], DataCollatorWithPadding.__call__
-
-    def watched(self: DataCollatorWithPadding, features: list[dict[str, Any]]) -> Any:
-        seen.append(len(features))
-        return collated(self, features)
-
-    monkeypatch.setattr(DataCollatorWithPadding, "__call__", watched)
-    config = HealConfig(steps=2, batch_size=batch_size, seq_len=120)
-    heal(folder, folder, DataConfig(source=str(table)), tmp_path / "healed", config)
-    assert seen.count(of_step) >= 2
 
 
 def test_roles_are_those_of_running_text(tmp_path: Path) -> None:

@@ -38,13 +38,13 @@ def _show(
     console: Console, result: Compressed | Outline | Curve, values: Mapping[str, Any]
 ) -> None:
     from headprune.compression.compress import Outline
-    from headprune.render import compressed
+    from headprune.render import results
 
     for point in result.points if isinstance(result, Curve) else [result]:
         if isinstance(point, Outline):
-            compressed.outline(console, point)
+            results.outline(console, point)
         else:
-            compressed.compressed(console, point)
+            results.compressed(console, point)
 
 
 def _warnings(result: Compressed | Outline | Curve) -> Iterable[str]:

@@ -50,14 +50,14 @@ NO_REFIT = "none"
 def _show(console: Console, result: Pruned | Preview | Planned, values: Mapping[str, Any]) -> None:
     from headprune.exporting.preview import Preview
     from headprune.planning.plan import Planned
-    from headprune.render import next_commands, results, scores
+    from headprune.render import next_commands, results
 
     if isinstance(result, Planned):
         saved, following = values["save_plan"], ""
         if saved is not None:
             model = str(values["model"])
             following = next_commands.after_plan(result, saved, model, values["context"].allowed)
-        scores.planned(console, result, saved, following)
+        results.planned(console, result, saved, following)
     elif isinstance(result, Preview):
         results.preview(console, result)
     else:

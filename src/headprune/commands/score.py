@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: Scores, values: Mapping[str, Any]) -> None:
-    from headprune.render import next_commands, scores
+    from headprune.render import next_commands, results
 
     output, model = values["output"], str(values["model"])
     allowed = Allowed(trust_remote_code=values["trust_remote_code"])
     following = next_commands.after_scores(result, output, model, allowed)
-    scores.scores(console, result, output, following)
+    results.scores(console, result, output, following)
 
 
 def _as_json(result: Scores) -> str:
-    from headprune.render.scores import scores_json
+    from headprune.render.results import scores_json
 
     return scores_json(result)
 

@@ -1,25 +1,15 @@
-"""Figures as files: pure drawing, numbers in and a matplotlib figure out.
-
-Colours are those of Okabe and Ito, which the colour-blind tell apart, and every series also has a
-marker and a dash of its own. Nothing here touches pyplot, so there is no global state and no
-display. Text is drawn as it is: a ``$`` in a model's name is no formula.
-
-    figure = curve([Series("gates", [1, 2], [3, 4])], "Title", "size", "loss")
-    save(figure, Path("curve.svg"))
-"""
+"""Figures as files, in the colours of Okabe and Ito, without pyplot."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import wraps
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
-from headprune.errors import HeadpruneError
 from headprune.io.markup import shortened, xml_safe
 from headprune.io.writing import write_whole
 
@@ -27,14 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-P = ParamSpec("P")
-
 INK, MUTED, GRID, PAPER = "#1b1f24", "#57606b", "#d8dde3", "#ffffff"
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#4b3c8f", "#e69f00")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
 SUFFIXES = (".svg", ".png")
-DPI, MOST_PIXELS = 160, 16_000  # of a side
+DPI = 160
 MOST_LETTERS = 80  # of a name
 # the names that a page has for these colours, so that a dark page redraws them
 _IN_PAGE = {
@@ -76,12 +64,9 @@ class Series:
     """Points that belong together.
 
     Attributes:
-        label: Its name in the legend.
-        x: Abscissas.
-        y: Ordinates, as many.
-        low: Lower ends of the intervals of ``y``, if it has some.
+        low: Lower ends of the intervals of ``y``.
         high: Upper ends.
-        reference: Whether the others are compared with it; then it is grey.
+        reference: The base of a comparison, drawn in grey.
     """
 
     label: str
@@ -94,7 +79,7 @@ class Series:
 
 @contextmanager
 def style(**changes: Any) -> Iterator[None]:
-    """Draws and saves in the style of this module."""
+    """Draw and save in the style of this module."""
     from matplotlib import rc_context
 
     settings: Any = {**_STYLE, **changes}  # matplotlib types every name of a setting
@@ -102,34 +87,12 @@ def style(**changes: Any) -> Iterator[None]:
         yield
 
 
-def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    @wraps(draw)
-    def styled(*args: P.args, **kwargs: P.kwargs) -> Figure:
-        with style():
-            return draw(*args, **kwargs)
-
-    return styled
-
-
 def drawable(text: str) -> str:
-    """Return a name as a drawing can hold it: without controls, and not longer than the drawing."""
+    """Return a name without controls, at most as long as a drawing."""
     return shortened(xml_safe(" ".join(text.split())), MOST_LETTERS)
 
 
-def _axes(
-    width: float, height: float, title: str, x_label: str, y_label: str
-) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
-    axes = figure.subplots()
-    axes.set(
-        title=drawable(title), xlabel=drawable(x_label), ylabel=drawable(y_label), facecolor="none"
-    )
-    return figure, axes
-
-
-@styled
+@style()
 def curve(  # noqa: PLR0913  # a drawing has many labels
     series: Sequence[Series],
     title: str,
@@ -140,7 +103,7 @@ def curve(  # noqa: PLR0913  # a drawing has many labels
     higher_is_better: bool | None = None,
     phases: Sequence[tuple[float, str]] = (),
 ) -> Figure:
-    """Draw quality against size, or what moves while something is trained.
+    """Draw quality against size, or losses against steps.
 
     Args:
         series: One line each; without markers where a line has many points.
@@ -149,11 +112,15 @@ def curve(  # noqa: PLR0913  # a drawing has many labels
         y_label: Name of the quality.
         baseline: Quality of the original, drawn as a line across.
         baseline_label: Its name.
-        higher_is_better: Direction of the quality; where it is given, rings mark the points that
-            no other beats on both axes (see ``pareto``).
-        phases: Where something begins, and what; drawn as upright lines.
+        higher_is_better: Direction of the quality; if given, rings mark the Pareto front.
+        phases: Start and name of phases, drawn as upright lines.
     """
-    figure, axes = _axes(4.4, 3.1, title, x_label, y_label)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.4, 3.1), layout="constrained", facecolor=PAPER)
+    axes = figure.subplots()
+    axes.set(title=drawable(title), xlabel=drawable(x_label), ylabel=drawable(y_label))
+    axes.set_facecolor("none")
     if baseline is not None:
         dashes, label = (0, (4, 3)), drawable(baseline_label)
         axes.axhline(baseline, color=MUTED, linestyle=dashes, linewidth=1.2, label=label)
@@ -203,10 +170,7 @@ def _line(axes: Axes, line: Series, index: int) -> None:
 
 
 def pareto(points: Sequence[tuple[float, float]], higher_is_better: bool) -> list[int]:
-    """Return positions of the (size, quality) points that no other beats.
-
-    Of equal points all are on the front.
-    """
+    """Return positions of the unbeaten (size, quality) points, equal ones included."""
     sign = 1 if higher_is_better else -1
     return [
         i
@@ -219,15 +183,8 @@ def pareto(points: Sequence[tuple[float, float]], higher_is_better: bool) -> lis
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Writes a figure as .svg or .png, by the suffix of ``path``.
-
-    Raises:
-        HeadpruneError: If the suffix is another one.
-        CheckpointError: If the file cannot be written.
-    """
+    """Write a figure as .svg or .png, by its suffix."""
     suffix = path.suffix.lower()
-    if suffix not in SUFFIXES:
-        raise HeadpruneError(f"'{path}': figures are written as .svg or .png, not '{path.suffix}'.")
     buffer = BytesIO()
     # a date would make the same figure another file; by the creator a later run knows its own
     metadata = {
@@ -235,20 +192,13 @@ def save(figure: Figure, path: Path) -> Path:
         ".png": {"Software": "headprune"},
     }
     with style():
-        dpi = min(DPI, MOST_PIXELS / max(figure.get_size_inches()))
-        figure.savefig(buffer, format=suffix[1:], dpi=dpi, metadata=metadata[suffix])
+        figure.savefig(buffer, format=suffix[1:], dpi=DPI, metadata=metadata.get(suffix))
     write_whole(path, buffer.getvalue())
     return path
 
 
 def inline_svg(figure: Figure, name: str, alt: str) -> str:
-    """Return a figure as an ``<svg>`` element in the colours and the font of the page.
-
-    Args:
-        figure: The drawing.
-        name: Distinguishes its ids from those of other figures on the page.
-        alt: What a screen reader says of it.
-    """
+    """Return a figure as an ``<svg>`` in the page's colours; ``name`` makes its ids unique."""
     from markupsafe import escape
 
     buffer = StringIO()

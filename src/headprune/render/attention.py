@@ -1,4 +1,4 @@
-"""What heads attend to in a sentence, on a page of its own or in a notebook."""
+"""Attention of heads on a sentence, as a page or in a notebook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 from torch import Tensor
 
 from headprune.context import Allowed, Context
@@ -29,7 +28,7 @@ _COLOUR = (11, 83, 148)
 
 @dataclass(frozen=True)
 class AttentionPicture:
-    """What heads attend to in a sentence: a notebook shows it, and it can be saved."""
+    """Attention of heads on a sentence, for a notebook or a page."""
 
     sentence: Sentence
     heads: tuple[str, ...]  # shown first
@@ -38,7 +37,7 @@ class AttentionPicture:
     def of(
         sentence: Sentence, heads: Sequence[str] = (), layers: Sequence[str] = ()
     ) -> AttentionPicture:
-        """The picture of some layers of a sentence, all where none is named.
+        """Return the picture of some layers of a sentence; of all by default.
 
         Raises:
             PlanError: If there is no such head or layer.
@@ -57,23 +56,21 @@ class AttentionPicture:
         return AttentionPicture(part, tuple(dict.fromkeys(heads)) or part.sharpest(FIRST))
 
     def html(self) -> str:
-        """The page: one file, nothing from elsewhere."""
+        """Return the self-contained page."""
+        kinds = dict.fromkeys(layer.kind for layer in self.sentence.layers)
+        by_kind = [[one for one in self.sentence.layers if one.kind == kind] for kind in kinds]
         return page(
             "attention.html.jinja",
+            style=template("page.css") + template("attention.css"),
+            script=template("attention.js"),
             sentence=self.sentence,
             left_out=list(self.left_out()),
-            grids=[_grid(layers) for layers in _by_kind(self.sentence)],
-            css=Markup(template("page.css") + template("attention.css")),
-            script=Markup(template("attention.js")),
+            grids=[*map(_grid, by_kind)],
             data=self._data(),
         )
 
     def save(self, path: str | Path, overwrite: bool = False) -> Path:
-        """Writes the page.
-
-        Args:
-            path: The file, ``.html``.
-            overwrite: Replace an existing page, if headprune wrote it.
+        """Write the page to an ``.html`` file; ``overwrite`` replaces one of headprune's only.
 
         Raises:
             HeadpruneError: If it cannot be written.
@@ -92,7 +89,7 @@ class AttentionPicture:
         )
 
     def left_out(self) -> Iterator[str]:
-        """What of the sentence is not shown, in a sentence."""
+        """Yield a sentence per text of which tokens are not shown."""
         sides = {
             side.labels: side for one in self.sentence.layers for side in (one.queries, one.keys)
         }
@@ -105,7 +102,6 @@ class AttentionPicture:
                 )
 
     def _data(self) -> dict[str, Any]:
-        """What the script draws from: weights as whole numbers, head after head."""
         return {
             "full": FULL,
             "shown": self.heads,
@@ -114,7 +110,9 @@ class AttentionPicture:
                     **{"name": layer.name, "path": layer.path, "heads": layer.heads},
                     "queries": layer.queries.labels,
                     "keys": layer.keys.labels,
-                    "weights": base64.b64encode(_whole_numbers(layer.weights)).decode(),
+                    "weights": base64.b64encode(
+                        (layer.weights.clamp(0, 1) * FULL).round().numpy().astype("<u2").tobytes()
+                    ).decode(),
                 }
                 for layer in self.sentence.layers
             ],
@@ -130,14 +128,14 @@ def attention_picture(
     attention: Sequence[str] = (),
     **loading: bool,
 ) -> AttentionPicture:
-    """What heads attend to in a sentence; the last line of a notebook's cell shows it.
+    """Return the attention of heads on a sentence, as a picture for a notebook.
 
     Args:
         model: Folder or hub id.
         text: The sentence; at most 40 tokens of it are shown.
-        heads: Those to show first, as in ``["18.6"]``; by default those that look most sharply.
-        layers: Only the heads of these.
-        target: What the decoder of an encoder-decoder reads; by default what the model writes.
+        heads: Heads to show first, as in ``["18.6"]``; by default the sharpest.
+        layers: Layers to show; by default all.
+        target: Input of an encoder-decoder's decoder; by default what the model writes.
         attention: Kinds of attention: encoder, decoder or cross; by default all.
         **loading: ``trust_remote_code`` and ``drop_unexpected``.
 
@@ -150,22 +148,12 @@ def attention_picture(
 
 
 def refuse_other_suffix(output: Path) -> None:
-    """Refuses an output that is no page.
-
-    Raises:
-        HeadpruneError: If its suffix is another one.
-    """
+    """Raise HeadpruneError for an output that is no HTML file."""
     if output.is_dir() or output.suffix.lower() not in (".html", ".htm"):
         raise HeadpruneError(f"'{output}': the output is a page; name an .html file.")
 
 
-def _by_kind(sentence: Sentence) -> list[list[LayerWeights]]:
-    kinds = dict.fromkeys(layer.kind for layer in sentence.layers)
-    return [[layer for layer in sentence.layers if layer.kind == kind] for kind in kinds]
-
-
 def _grid(layers: Sequence[LayerWeights]) -> dict[str, Any]:
-    """The maps of a kind of attention, layer by head; None where a head was cut."""
     rows = []
     for layer in layers:
         maps = dict(zip(layer.heads, map(_map, layer.weights), strict=True))
@@ -179,7 +167,6 @@ def _grid(layers: Sequence[LayerWeights]) -> dict[str, Any]:
 
 
 def _map(weights: Tensor) -> str:
-    """A PNG with a pixel per weight: the larger, the less transparent."""
     from matplotlib.image import imsave
 
     pixels = np.empty((*weights.shape, 4), np.uint8)
@@ -188,7 +175,3 @@ def _map(weights: Tensor) -> str:
     buffer = BytesIO()
     imsave(buffer, pixels, format="png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def _whole_numbers(weights: Tensor) -> bytes:
-    return (weights.clamp(0, 1) * FULL).round().numpy().astype("<u2").tobytes()

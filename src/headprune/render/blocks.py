@@ -1,4 +1,4 @@
-"""Blocks of a page, and how numbers read: a result gives blocks, and every medium renders them."""
+"""Blocks of a page, for every medium, and formats of numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KEPT, ZERO, GONE = "■", "□", "·"  # a zero head is in the weights and compu
 
 
 class Signs(str):
-    """A cell with a sign per head: capital letters and squares stand out."""
+    """A cell with a sign per head."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text that is not escaped."""
+    """A table of plain text; renderers escape it."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -33,7 +33,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A sentence or two; a note begins with its tone."""
+    """Plain text; a tone is printed in front of it."""
 
     words: str
     tone: Literal["", "verified", "note", "warning", "strong"] = ""
@@ -41,7 +41,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines to be copied, or drawn with characters."""
+    """Lines to copy, or a drawing of characters."""
 
     text: str
     language: str = "bash"
@@ -50,7 +50,7 @@ class Code:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing without a title, and its numbers for readers who cannot see it."""
+    """A drawing and its numbers."""
 
     title: str
     figure: Figure
@@ -62,7 +62,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Tile:
-    """One number of the first screen; ``state`` is "good", "bad" or empty."""
+    """A headline number of the report page."""
 
     name: str
     value: str
@@ -72,7 +72,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a title; ``folded`` where Markdown hides them behind it."""
+    """Blocks under a title; Markdown hides folded ones behind it."""
 
     title: str
     blocks: Sequence[Block]
@@ -84,17 +84,17 @@ Page: TypeAlias = Sequence[Block]
 
 
 def percent(part: float, whole: float = 1.0) -> str:
-    """``50.0%``; ``-`` of nothing."""
+    """Return ``50.0%``, or ``-`` for a whole of 0."""
     return f"{part / whole:.1%}" if whole else "-"
 
 
 def byte_size(count: float) -> str:
-    """Bytes as MiB or GiB."""
+    """Return bytes as MiB or GiB."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 def short_count(count: int) -> str:
-    """A large count in a few characters: ``1.24 B``."""
+    """Return a count in a few characters: ``1.24 B``."""
     for unit, size in (("B", 10**9), ("M", 10**6)):
         if count >= size:
             return f"{count / size:.4g} {unit}"
@@ -102,11 +102,11 @@ def short_count(count: int) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 limit``, ``2 limits``."""
+    """Return ``1 limit``, ``2 limits``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def before_after(rows: Sequence[tuple[str, int, int]], title: str = "") -> Table:
-    """Counts before and after, with the fraction that is left."""
+    """Return counts before and after, with the fraction left."""
     cells = [(name, f"{b:,}", f"{a:,}", percent(a, b)) for name, b, a in rows]
     return Table(("", "before", "after", "left"), cells, title)

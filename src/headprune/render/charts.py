@@ -11,14 +11,14 @@ from headprune.io import figures
 from headprune.io.figures import Series
 from headprune.regression.baseline import DECISIVE
 from headprune.render.blocks import Chart, Table, percent
-from headprune.render.histories import History
+from headprune.render.folders import History
 from headprune.render.records import short_name
 from headprune.render.runs import ReportedRun
 from headprune.role import pictures
 
 
 def main_metric(report: Report) -> Metric:
-    """The metric that leads: the first that the base has as well."""
+    """Return the first metric that the base has too."""
     base = _base_values(report)
     return next((one for one in report.model.metrics if one.name in base), report.model.metrics[0])
 
@@ -32,7 +32,7 @@ def _base_values(report: Report) -> dict[str, float]:
 
 
 def quality_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
-    """Quality against size: one chart per metric, data, conditions and base."""
+    """Return quality against size: a chart per metric, data, settings and base."""
     groups: dict[tuple[Any, ...], list[tuple[ReportedRun, Report]]] = {}
     for run in runs:
         for report in run.evaluations:
@@ -45,13 +45,12 @@ def quality_charts(runs: Sequence[ReportedRun]) -> list[Chart]:
 
 
 def _conditions(report: Report) -> tuple[str, ...]:
-    """Settings and element types that must be equal for models to be drawn together."""
     settings = {
         name: report.provenance.settings.get(name) for name in DECISIVE if name != "prefix_ids"
     }
-    given = [f"--{name.replace('_', '-')} {v}" for name, v in settings.items() if v is not None]
+    flags = [f"--{name.replace('_', '-')} {v}" for name, v in settings.items() if v is not None]
     models = [report.model, *([report.against] if report.against else [])]
-    return (*given, *dict.fromkeys(one.dtype for one in models))
+    return (*flags, *dict.fromkeys(one.dtype for one in models))
 
 
 def _quality_chart(members: Sequence[tuple[ReportedRun, Report]], alone: bool) -> Chart:
@@ -105,7 +104,7 @@ def _bounds(value: float, difference: Difference | None) -> tuple[float, float]:
 
 
 def training_charts(run: ReportedRun) -> list[Chart]:
-    """How the expected number of heads fell, and how losses went."""
+    """Return charts of expected heads and of losses."""
     drawn = []
     for one in run.histories:
         heads = {
@@ -121,7 +120,6 @@ def training_charts(run: ReportedRun) -> list[Chart]:
 
 
 def _history(title: str, unit: str, lines: dict[str, list[float]], history: History) -> Chart:
-    """Lines over steps, with about ten rows of them, first and last among them."""
     steps, last = [point.step for point in history.points], len(history.points) - 1
     places = sorted({round(i * last / 10) for i in range(11)})
     rows = [(f"{steps[i]:,}", *(f"{line[i]:.4g}" for line in lines.values())) for i in places]
@@ -141,11 +139,11 @@ def _history(title: str, unit: str, lines: dict[str, list[float]], history: Hist
 
 
 def roles_charts(run: ReportedRun) -> list[Chart]:
-    """Roles of heads, before and after a cut where both are known, and their scores."""
+    """Return charts of roles, before and after a cut, and of their scores."""
     if (record := run.roles) is None:
         return []
     counts = {n: sum(h.role == n for m in record.modules for h in m.heads) for n in record.roles}
-    told = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
+    listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
     of = f"{record.model.name}, on {short_name(record.data.source)}"
     columns, rows = pictures.roles_table(record)
     scored = pictures.scores_table(record)
@@ -153,7 +151,7 @@ def roles_charts(run: ReportedRun) -> list[Chart]:
         Chart(
             "Roles of heads",
             pictures.roles_figure(record),
-            f"Heads with a role: {told}.",
+            f"Heads with a role: {listed}.",
             Table(columns, rows, names=len(columns)),
             f"{of}.",
             wide=True,

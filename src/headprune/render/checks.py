@@ -22,7 +22,7 @@ _MARKS = {Verdict.PASSED: "✅", Verdict.BROKEN: "❌", Verdict.UNDECIDED: "⚠�
 
 
 def checked(console: Console, report: CheckReport) -> None:
-    """Limit by limit: the verdict and the number."""
+    """Print a verdict and a number per limit."""
     level = next((f"{100 * one.confidence:g} % " for one in report.limits if one.confidence), "")
     rows = [
         (
@@ -50,7 +50,7 @@ def checked(console: Console, report: CheckReport) -> None:
 
 
 def recorded(console: Console, baseline: Baseline, path: str) -> None:
-    """The numbers of a new baseline."""
+    """Print the numbers of a new baseline."""
     rows = [(label(name), f"{value:.4f}") for name, value in baseline.metrics.items()]
     rows += [(name.replace("_", " "), f"{count:,}") for name, count in baseline.structure.items()]
     rows.append(("load route", baseline.load_route))
@@ -62,7 +62,7 @@ def recorded(console: Console, baseline: Baseline, path: str) -> None:
 
 
 def step_summary(model: str, judged: Sequence[Judged], verdict: Verdict) -> str:
-    """Return a Markdown section with one row per limit."""
+    """Return a Markdown section with a row per limit."""
     rows = [
         (_MARKS[one.verdict], one.limit, "; ".join(filter(None, (one.found(), one.advice()))))
         for one in judged
@@ -72,13 +72,13 @@ def step_summary(model: str, judged: Sequence[Judged], verdict: Verdict) -> str:
 
 
 def workflow_commands(judged: Sequence[Judged]) -> list[str]:
-    """Return workflow commands: an error per limit that does not hold for sure."""
+    """Return an error command per limit that did not pass."""
     return [
         annotation("error", one.sentence()) for one in judged if one.verdict is not Verdict.PASSED
     ]
 
 
 def annotation(level: str, message: str) -> str:
-    """Return one workflow command; a line break would end it, and one within it is none."""
+    """Return a workflow command on one line."""
     text = inert(message).replace("%", "%25").replace("\n", "%0A")
     return f"::{level} title=headprune check::{text}"

@@ -1,16 +1,20 @@
-"""Results, gates, scores and reports in the folders of a report, recognised by content."""
+"""Parts of a report in folders: results, gates, scores, roles, reports."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from headprune.errors import CheckpointError
 from headprune.evaluation.report import Report
 from headprune.io.ownership import CHECK, EVALUATION
-from headprune.io.parsing import read_as, read_json, validated
+from headprune.io.parsing import first_problem, read_as, read_json, read_json_lines, validated
 from headprune.regression.check import CheckReport
 from headprune.runtime import MANIFEST
 from headprune.schemas import gates as gates_folder
@@ -22,7 +26,7 @@ from headprune.schemas.scores import METADATA as SCORES
 from headprune.schemas.scores import Scores, read_scores
 
 DEPTH = 3
-_LARGEST_JSON = 50_000_000  # bytes; a report of evaluate is far smaller
+POINTS = 250  # of a drawn history; a line has no room for more
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Result:
 
 @dataclass
 class Place:
-    """The parts in one folder, by their paths."""
+    """The parts in one folder, by path."""
 
     path: Path
     results: dict[Path, Result] = field(default_factory=dict)
@@ -48,16 +52,13 @@ class Place:
 
     @property
     def tips(self) -> list[Result]:
-        """The results that no other result here was made of."""
+        """Results without a successor here."""
         parents = {step.id for one in self.results.values() for step in one.manifest.lineage}
         return [one for one in self.results.values() if one.manifest.id not in parents]
 
 
 def read_place(path: Path) -> Place:
-    """Reads results, gates, scores, roles and reports in a folder, some levels deep.
-
-    Args:
-        path: A folder, or a report that ``evaluate`` or ``check`` wrote.
+    """Read a report, or all parts in a folder, three levels deep.
 
     Raises:
         CheckpointError: If nothing finished is there, or something is damaged.
@@ -110,9 +111,52 @@ def _read_folder(folder: Path, place: Place) -> None:
 
 
 def _read_report(file: Path, place: Place) -> None:
-    """Adds a report of ``evaluate`` or ``check``; other files are left alone."""
-    content: Any = read_json(file) if file.stat().st_size < _LARGEST_JSON else None
+    content: Any = read_json(file)
     if isinstance(content, dict) and CHECK.fields <= content.keys():
         place.checks[file] = validated(CheckReport, content, file)
     elif isinstance(content, dict) and EVALUATION.fields <= content.keys():
         place.evaluations[file] = validated(Report, content, file)
+
+
+class _Step(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")  # a report does not show all of it
+
+    step: Annotated[int, Field(ge=0, le=2**53)]  # which a browser's numbers reach to
+    loss: float
+    expected_heads: float | None = None
+    target_heads: float | None = None
+    settled: bool = False
+
+
+_STEPS = TypeAdapter(tuple[_Step, ...])
+
+
+@dataclass(frozen=True)
+class History:
+    """A training, thinned to the points of a drawing."""
+
+    kind: str  # "gates", or "heal" for a result
+    points: tuple[_Step, ...]  # the last step of every bucket, with the mean loss of its steps
+    phases: tuple[tuple[float, str], ...]  # where something began, and what
+    steps: int  # in the file
+
+    def column(self, name: str) -> list[float]:
+        """Return a number of every point; empty where one lacks it."""
+        values = [getattr(point, name) for point in self.points]
+        return [] if None in values else values
+
+
+def history(path: Path, kind: str) -> History | None:
+    """Return a history; None where empty. Raise CheckpointError where damaged."""
+    try:
+        steps = _STEPS.validate_python(read_json_lines(path))
+    except ValidationError as problem:
+        why = first_problem(problem)
+        raise CheckpointError(f"The history '{path}' is damaged: {why}.") from None
+    if not steps:
+        return None
+    width = -(-len(steps) // POINTS)
+    buckets = [steps[at : at + width] for at in range(0, len(steps), width)]
+    points = [b[-1].model_copy(update={"loss": fmean(s.loss for s in b)}) for b in buckets]
+    phases = [(float(b.step), "heads chosen") for a, b in pairwise(steps) if b.settled > a.settled]
+    return History(kind, tuple(points), tuple(phases), len(steps))

@@ -1,4 +1,4 @@
-"""Layer by head: which heads stay, what speaks for each, and where the cells of a page lie."""
+"""The map of heads: states, facts and the places of its cells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDE = 16  # heads; with more of them the map gets the width of the page, and l
 
 @dataclass
 class Cell:
-    """One head, by its id; ``evidence`` is the number that the map shows."""
+    """One head, by its id."""
 
     head: int
     state: State
@@ -38,7 +38,7 @@ class Layer:
 
     @staticmethod
     def of(path: str, ids: Sequence[int], sizes: Sequence[int]) -> Layer:
-        """The layer, with a cell for every id up to the largest."""
+        """Return the layer, with a cell per id up to the largest."""
         cells = range(max(ids, default=-1) + 1)
         return Layer(
             path, ids, sizes, [Cell(h, "scored" if h in ids else "earlier") for h in cells]
@@ -46,35 +46,35 @@ class Layer:
 
     @property
     def group(self) -> int:
-        """Query heads per KV head, where they are equal; 1 otherwise."""
+        """Query heads per KV head where equal; 1 otherwise."""
         whole = len(set(self.sizes)) == 1 and len(self.cells) == len(self.ids)
         return self.sizes[0] if whole else 1
 
 
 @dataclass
 class HeadMap:
-    """Layer by head."""
+    """The heads of a model, layer by head."""
 
     layers: list[Layer]
     evidence: str | None = None  # name of the number that is shown
     name: str = ""  # of its run, beside others
 
     def keep(self, kept: Set[tuple[str, int]]) -> None:
-        """Marks the heads that stay, by path and id, and those that go."""
+        """Mark heads as kept or removed, by path and id."""
         for layer in self.layers:
             for cell in layer.cells:
                 if cell.state != "earlier":
                     cell.state = "kept" if (layer.path, cell.head) in kept else "removed"
 
     def show(self, label: str, values: PerHead) -> None:
-        """Draws a number of every head."""
+        """Draw a number per head."""
         self.evidence = label
         for layer in self.layers:
             for cell in layer.cells:
                 cell.evidence = values.get((layer.path, cell.head))
 
     def tell(self, name: str, facts: PerHead) -> None:
-        """Adds a fact of heads."""
+        """Add a fact to heads."""
         for layer in self.layers:
             for cell in layer.cells:
                 value = facts.get((layer.path, cell.head))
@@ -82,7 +82,7 @@ class HeadMap:
                     cell.facts[name] = f"{value:.4g}" if isinstance(value, float) else str(value)
 
     def tell_kv_heads(self, merged: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Adds the KV head of every query head, and the KV heads that were merged into one."""
+        """Add the KV head of every query head, and the KV heads merged with it."""
         for layer in self.layers:
             if [*layer.ids] != [*range(sum(layer.sizes))]:
                 continue  # it was cut before: the ids of its KV heads are not their positions
@@ -96,22 +96,19 @@ class HeadMap:
 
     @property
     def cells(self) -> list[Cell]:
-        """All heads."""
         return [cell for layer in self.layers for cell in layer.cells]
 
     @property
     def only_scored(self) -> bool:
-        """Whether nothing was chosen yet."""
         return any(cell.state == "scored" for cell in self.cells)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Heads that stay, and all."""
+        """Heads that stay, and all heads."""
         return sum(cell.state in ("kept", "scored") for cell in self.cells), len(self.cells)
 
     @property
     def title(self) -> str:
-        """How many heads stay."""
         stay, heads = self.counts
         of = f" of {self.name}" if self.name else ""
         return (
@@ -122,11 +119,10 @@ class HeadMap:
 
     @property
     def key(self) -> str:
-        """What its signs say."""
         return "" if self.only_scored else f"{KEPT} stays, {GONE} is removed."
 
     def labels(self) -> list[str]:
-        """What of module paths differs: ``model.layers.7.self_attn`` among its like is ``7``."""
+        """Return the distinctive parts of module paths, such as ``7``."""
         parts = [layer.path.split(".") for layer in self.layers]
         if len(parts) < 2 or len(set(map(len, parts))) > 1:
             return [layer.path for layer in self.layers]
@@ -134,7 +130,7 @@ class HeadMap:
         return [".".join(names[i] for i in differing) for names in parts]
 
     def lines(self) -> str:
-        """The map as text, one line per layer."""
+        """Return the map as text, a line per layer."""
         labels = [line_of_code(label) for label in self.labels()]
         width = max(map(len, labels), default=0)
         signs = {"kept": KEPT, "removed": GONE, "earlier": " ", "scored": KEPT}
@@ -147,7 +143,7 @@ class HeadMap:
         return "\n".join(lines)
 
     def geometry(self) -> dict[str, Any]:
-        """Where the cells of a drawing lie, in its own units."""
+        """Return the cells of the drawing, in its own units."""
         step, labels = _CELL + _GAP, self.labels()
         columns = max((len(layer.cells) for layer in self.layers), default=0)
         letter = 17 if columns > _WIDE else 7
@@ -180,7 +176,6 @@ class HeadMap:
         return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
 
     def _facts(self) -> dict[str, Any]:
-        """What the page tells of a head that is pointed at."""
         names = list(dict.fromkeys(name for cell in self.cells for name in cell.facts))
         cells = [
             [y, cell.head, cell.state[0], [cell.facts.get(name) for name in names]]
@@ -197,7 +192,7 @@ def _strength(value: float | None, low: float, high: float) -> float:
 
 
 def per_head(layers: Iterable[Layer], unit: Unit, values: Sequence[Any]) -> PerHead:
-    """Return numbers of units, which are counted through all layers, by head."""
+    """Return values of units, counted through all layers, by head."""
     numbers: dict[tuple[str, int], Any] = {}
     start = 0
     for layer in layers:

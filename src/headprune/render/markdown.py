@@ -9,7 +9,7 @@ from headprune.render.blocks import Block, Chart, Code, Page, Paragraph, Section
 
 
 def markdown(page: Page, level: int = 2) -> str:
-    """Return the page as Markdown, with every name escaped; sections begin at a heading level."""
+    """Return the page as Markdown, names escaped, headings from a level on."""
     return "\n\n".join(filter(None, (_block(block, level) for block in page)))
 
 
@@ -36,19 +36,19 @@ def _block(block: Block, level: int) -> str:
 
 
 def table(block: Table) -> str:
-    """A table, its cells escaped; columns of names are left-aligned, the others right-aligned."""
+    """Return a Markdown table with escaped cells."""
     rule = ["---" if n < block.names else "---:" for n in range(len(block.columns))]
     head, *body = ([escaped(cell) for cell in row] for row in (block.columns, *block.rows))
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *body))
 
 
 def line_of_code(text: str) -> str:
-    """Text that stays on its line of a block of code, and does not end the block."""
+    """Return text on one line that cannot end a block of code."""
     return printable(text).replace("`", "'")
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown, and the HTML within it, shows as it is."""
+    """Return text that Markdown and HTML show as it is."""
     text = xml_safe(text)
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|#~$])", r"\\\1", " ".join(text.split()))

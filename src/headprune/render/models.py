@@ -1,4 +1,4 @@
-"""What models are made of, and what was measured of them."""
+"""Inspections, families and evaluations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEGEND = (
 
 
 def inspection(console: Console, report: Inspection) -> None:
-    """A model's attention, module by module, and what cuts would save."""
+    """Print a model's attention by module, and the savings of cuts."""
     several = len({a.kind for a in report.attentions}) > 1
     rows = {}
     for a in report.attentions:
@@ -60,19 +60,18 @@ def inspection(console: Console, report: Inspection) -> None:
 
 
 def families(console: Console, rows: list[Capability]) -> None:
-    """What works for which family; every listed one can be gated, cut and proven."""
+    """Print the capabilities of families."""
     grid, notes = _families(rows)
     show(console, [grid, *map(Paragraph, (*notes, _LEGEND))])
 
 
 def families_markdown(rows: list[Capability]) -> str:
-    """The same as Markdown, for the documentation."""
+    """Return the same as Markdown, for the documentation."""
     grid, notes = _families(rows)
     return "\n\n".join([table(grid), "<br>\n".join(notes), _LEGEND])
 
 
 def _families(rows: list[Capability]) -> tuple[Table, list[str]]:
-    """The table, and the numbered reasons that it points to."""
     notes: list[str] = []
 
     def note(reason: str) -> str:
@@ -103,17 +102,12 @@ def _families(rows: list[Capability]) -> tuple[Table, list[str]]:
 
 
 def evaluation(console: Console, report: Report) -> None:
-    """Quality, size and speed, beside the base where there is one."""
+    """Print quality, size and speed, beside the base if any."""
     show(console, evaluated(report))
 
 
 def evaluated(report: Report, base: str | None = None) -> list[Block]:
-    """The same as blocks.
-
-    Args:
-        report: What was measured.
-        base: What to call the base; by default its name.
-    """
+    """Return quality, size and speed as blocks; ``base`` replaces the base's name."""
     names = _names([report.model, *([report.against] if report.against else [])])
     if base is not None and report.against is not None:
         names[1] = base
@@ -142,14 +136,12 @@ def evaluated(report: Report, base: str | None = None) -> list[Block]:
 
 
 def _names(models: Iterable[ModelReport]) -> list[str]:
-    """Names of models, without their folders where the names still differ."""
     whole = [model.name for model in models]
     short = [Path(name).name for name in whole]
     return short if all(short) and len({*short}) == len(short) else whole
 
 
 def _sizes(model: ModelReport) -> dict[str, float]:
-    """Sizes and speeds by name."""
     cost, speed = model.cost, model.speed
     sizes: dict[str, float] = {
         "query heads": cost.query_heads,
@@ -165,7 +157,7 @@ def _sizes(model: ModelReport) -> dict[str, float]:
 
 
 def speeds(model: ModelReport) -> dict[str, float]:
-    """Tokens per second: prefill, and decoding by batch size."""
+    """Return tokens per second: prefill, and decoding by batch size."""
     if model.speed is None:
         return {}
     batches = sorted(model.speed.decode_by_batch.items())

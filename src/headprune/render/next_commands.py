@@ -1,4 +1,4 @@
-"""The commands that come next, with the settings that were used so far."""
+"""The next commands, with the settings so far."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ KEEP = 0.75  # share of heads that an example of a cut keeps
 
 
 def after_cut(result: Pruned) -> str | None:
-    """Measures a result against its original; None where nothing measures it on text."""
-    made = result.manifest.made_by
+    """Return the evaluation of a result; None where no text measures it."""
+    origin = result.manifest.made_by
     # what transformers 4 pruned cannot be loaded, to compare with
-    if made is None or made.command == "migrate" or result.manifest.auto_class not in _ON_TEXT:
+    if origin is None or origin.command == "migrate" or result.manifest.auto_class not in _ON_TEXT:
         return None
-    original = made.options.get("teacher", made.options.get("model"))
-    remote = made.options.get("trust_remote_code") or None
+    original = origin.options.get("teacher", origin.options.get("model"))
+    remote = origin.options.get("trust_remote_code") or None
     return command(
         "evaluate", result.output, data="TEXT", against=original, trust_remote_code=remote
     )
 
 
 def after_gates(run: GatesRun, model: str, dtype: Dtype, allowed: Allowed) -> str:
-    """Cuts what gates were trained for."""
+    """Return the cut that gates were trained for."""
     return command(
         "prune",
         model,
@@ -47,7 +47,7 @@ def after_gates(run: GatesRun, model: str, dtype: Dtype, allowed: Allowed) -> st
 
 
 def after_scores(scores: Scores, output: Path, model: str, allowed: Allowed) -> str:
-    """Cuts by scores."""
+    """Return a cut by scores."""
     names = list(scores.scores)
     return command(
         "prune",
@@ -62,34 +62,33 @@ def after_scores(scores: Scores, output: Path, model: str, allowed: Allowed) -> 
 
 
 def after_plan(planned: Planned, output: Path, model: str, allowed: Allowed) -> str:
-    """Cuts by a plan that was made from scores."""
-    made = planned.scores
+    """Return the cut of a plan from scores."""
     return command(
         "prune",
         model,
         _free(output.with_suffix("")),
         plan=output,
-        **_as_scored(made),
+        **_as_scored(planned.scores),
         trust_remote_code=allowed.trust_remote_code,
     )
 
 
-def _as_scored(made: ScoresMetadata) -> dict[str, Any]:
-    """Options of prune that go with scores: a refit on the same text, the same dtype."""
-    options: dict[str, Any] = {"layout": "ragged" if made.ragged else None}
-    settings = _chosen(made.calibration.dtype)
-    if made.data is not None and made.refits:
-        used, usual = made.calibration, CalibrationConfig()
+def _as_scored(scored: ScoresMetadata) -> dict[str, Any]:
+    """Return a refit on the text of the scores, and their dtype."""
+    options: dict[str, Any] = {"layout": "ragged" if scored.ragged else None}
+    settings = _chosen(scored.calibration.dtype)
+    if scored.data is not None and scored.refits:
+        used, usual = scored.calibration, CalibrationConfig()
         same = {
             name: getattr(used, name)
             for name in ("calibration_tokens", "seq_len")
             if getattr(used, name) != getattr(usual, name)
         }
-        if made.data.text_column is not None:
-            same["text_column"] = made.data.text_column
+        if scored.data.text_column is not None:
+            same["text_column"] = scored.data.text_column
         settings += tuple(f"{name}={value}" for name, value in same.items())
-        split = "" if made.data.split == DataConfig(source="").split else f"@{made.data.split}"
-        options["refit"] = made.data.source + split
+        split = "" if scored.data.split == DataConfig(source="").split else f"@{scored.data.split}"
+        options["refit"] = scored.data.source + split
     return {**options, "config": settings}
 
 
@@ -98,7 +97,6 @@ def _chosen(dtype: Dtype) -> tuple[str, ...]:
 
 
 def _free(evidence: Path) -> Path:
-    """A name for the result, of nothing that is there."""
     path, number = beside(evidence, "{}-pruned"), 2
     while path.exists():
         path, number = beside(evidence, f"{{}}-pruned-{number}"), number + 1

@@ -1,4 +1,4 @@
-"""Records as blocks: the same rows stand at the terminal, on the model card and in the report."""
+"""Records as blocks for terminal, model card and report."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _RUNTIME = (
 
 
 def short_name(source: str) -> str:
-    """The last part of a path or hub id."""
+    """Return the last part of a path or hub id."""
     return Path(source).name or source
 
 
 def done(step: LineageStep) -> str:
-    """What one command did, in a few words."""
+    """Return a step's work in a few words."""
     work = step.done
     if isinstance(work, Healing):
         moved = f"divergence {work.before:.4g} to {work.after:.4g}"
@@ -58,20 +58,20 @@ def done(step: LineageStep) -> str:
 
 
 def what(manifest: Manifest) -> str:
-    """What was made of which model, in all the steps that led to it."""
+    """Return all steps from the original to the result."""
     steps = "; then ".join(map(done, manifest.steps))
     name, version = manifest.steps[0].source.name, manifest.versions["headprune"]
     return f"{name}, {steps}. Made by headprune {version}."
 
 
 def chosen_by(evidence: Evidence) -> str:
-    """What chose heads, in a few words."""
+    """Return the evidence for heads in a few words."""
     name = f"{evidence.kind} {evidence.id[:12]}"
     return name if evidence.criterion is None else f"{evidence.criterion} ({name})"
 
 
 def size_rows(steps: Sequence[LineageStep]) -> list[tuple[str, int, int]]:
-    """Counts before the first of some steps and after the last."""
+    """Return counts before the first step and after the last."""
 
     def counts(step: LineageStep) -> dict[str, tuple[int, int]]:
         return {
@@ -87,12 +87,12 @@ def size_rows(steps: Sequence[LineageStep]) -> list[tuple[str, int, int]]:
 
 
 def sizes(steps: Sequence[LineageStep]) -> Table:
-    """The same as a table."""
+    """Return the same as a table."""
     return before_after(size_rows(steps))
 
 
 def refit(manifest: Manifest) -> list[Block]:
-    """What the refit of W_O brought; nothing without one."""
+    """Return the gain of the refit of W_O; nothing without one."""
     if manifest.refit is None:
         return []
     fit = manifest.refit
@@ -109,7 +109,7 @@ def refit(manifest: Manifest) -> list[Block]:
 
 
 def proof(manifest: Manifest) -> list[Block]:
-    """What was compared, the differences, and what a mistake would show."""
+    """Return the compared differences and the negative control."""
     measured, tensors = manifest.proof, manifest.tensor_proof
     if measured is None:
         assert tensors is not None
@@ -137,7 +137,7 @@ def proof(manifest: Manifest) -> list[Block]:
 
 
 def load_code(manifest: Manifest, folder: str) -> Code:
-    """Python that loads the result."""
+    """Return Python that loads the result."""
     quoted = '"' + printable(folder.replace("\\", "\\\\").replace('"', '\\"')) + '"'
     remote = ", trust_remote_code=True" if manifest.shape is Shape.RUNTIME else ""
     auto = manifest.auto_class
@@ -146,7 +146,7 @@ def load_code(manifest: Manifest, folder: str) -> Code:
 
 
 def stored(shape: Shape, uneven: bool) -> str:
-    """How a result loads."""
+    """Return how a result loads, in a sentence."""
     if shape is Shape.NATIVE:
         return _NATIVE
     why = "Uneven heads" if uneven else "Heads that the stock class has no setting for"
@@ -154,7 +154,7 @@ def stored(shape: Shape, uneven: bool) -> str:
 
 
 def heads_line(part: AttentionPlan) -> Signs:
-    """One layer's heads by id, with a gap between KV groups: ``■■■ ··· ■■■``."""
+    """Return a layer's heads by id, with a gap between KV groups: ``■■■ ··· ■■■``."""
     zero = {head for head, gate in zip(part.keep, part.scale or (), strict=False) if not gate}
     kept, group = set(part.keep), max(1, part.query_heads // max(1, part.kv_heads))
     # ids are those of the model before any cut, so they can lie above the present count
@@ -166,7 +166,7 @@ def heads_line(part: AttentionPlan) -> Signs:
 
 
 def heads(plan: Plan) -> Table:
-    """All layers of a plan, one line each."""
+    """Return a plan, a line per layer."""
     rows = [
         (path, heads_line(part), f"{len(part.keep)}/{part.query_heads}")
         for path, part in plan.attentions.items()
@@ -175,7 +175,7 @@ def heads(plan: Plan) -> Table:
 
 
 def heads_drawn(plan: Plan) -> list[Block]:
-    """The same as lines of text, with a key."""
+    """Return a plan as lines of text, with a key."""
     lines = [(line_of_code(path), heads_line(part)) for path, part in plan.attentions.items()]
     width = max((len(path) for path, _ in lines), default=0)
     key = f"{KEPT} stays, {GONE} is gone; a gap separates the queries of one KV head from the next."
@@ -186,7 +186,7 @@ def heads_drawn(plan: Plan) -> list[Block]:
 
 
 def contenders(choice: ModelChoice) -> Table:
-    """A row per model: how near it comes, and what it saves; KV bytes are of a token."""
+    """Return a row per candidate: held-out quality and size."""
     generates = choice.original.kv_cache_bytes_per_token > 0
     copies = choice.original.copying_nll is not None
     columns = ["", choice.measure, *["copying NLL"] * copies, "parameters"]
@@ -202,7 +202,7 @@ def contenders(choice: ModelChoice) -> Table:
 
 
 def chosen(choice: ModelChoice) -> list[Block]:
-    """The goal, what was taken, and all that was measured."""
+    """Return the goal, the choice and all candidates."""
     words = (
         f"Kept: {choice.goal}; {choice.chosen.name}, the best of {len(choice.contenders)} on one "
         f"half of {choice.held_out_tokens:,} held-out tokens; numbers are of the other half."
@@ -211,7 +211,7 @@ def chosen(choice: ModelChoice) -> list[Block]:
 
 
 def roles(record: RolesRecord, kept: Set[tuple[str, int]] | None = None) -> Table | None:
-    """How many heads had each role, and what a cut left of them; None where no head has one.
+    """Return heads per role, before and after a cut; None where no head has one.
 
     Args:
         record: Roles of a cut model against its original, or of the original.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from headprune.io.markup import xml_safe
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import REPORT
 from headprune.io.writing import write_whole
-from headprune.render import charts, records
+from headprune.render import charts, html, records
 from headprune.render.blocks import (
     Block,
     Chart,
@@ -29,7 +29,6 @@ from headprune.render.blocks import (
 )
 from headprune.render.folders import read_place
 from headprune.render.head_map import HeadMap
-from headprune.render.html import report_page
 from headprune.render.markdown import escaped, markdown
 from headprune.render.models import evaluated, speeds
 from headprune.render.runs import ReportedRun, assemble
@@ -41,13 +40,13 @@ MARKDOWN = (".md", ".markdown")
 
 @dataclass(frozen=True)
 class Reported:
-    """A finished report: its runs, and the page or the Markdown."""
+    """A finished report and its runs."""
 
     runs: tuple[ReportedRun, ...]
     output: Path
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the content of ``--json``."""
         runs = [
             {"name": r.name, "folder": str(r.path), "source": r.source, "summary": r.summary}
             for r in self.runs
@@ -59,13 +58,12 @@ def report(runs: Sequence[str | Path], output: Path, overwrite: bool = False) ->
     """Write a report on one run, or on several side by side.
 
     Args:
-        runs: Folders that headprune wrote (results, gates, scores, or folders that hold several of
-            them and reports of ``evaluate`` and ``check``), or such reports themselves.
-        output: The page to write, or with a suffix of Markdown a summary for a pull request.
-        overwrite: Replace an existing page, if headprune wrote it.
+        runs: Folders of headprune, or reports of ``evaluate`` and ``check``.
+        output: A page (.html), or a summary for a pull request (.md).
+        overwrite: Replace an existing page of headprune.
 
     Raises:
-        HeadpruneError: If there is nothing finished to report on, or the output cannot be written.
+        HeadpruneError: If nothing finished is there, or the output cannot be written.
     """
     if not runs:
         raise HeadpruneError("There is no run to report on; give its folder.")
@@ -83,20 +81,29 @@ def report(runs: Sequence[str | Path], output: Path, overwrite: bool = False) ->
 
 
 def page(runs: Sequence[ReportedRun]) -> str:
-    """Return the HTML page: one file, nothing from elsewhere."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side"
-    heads = [(run, tiles(run)) for run in runs]
-    shared, own = charts.quality_charts(runs), [*map(run_blocks, runs)]
+    """Return the self-contained HTML page."""
+    shared: list[Block] = [*charts.quality_charts(runs)]
+    by_run = [*map(run_blocks, runs)]
+    title = f"{len(runs)} runs side by side"
     if len(runs) == 1:  # the map of heads comes first
-        first = int(runs[0].head_map is not None)
-        return report_page(title, heads, [], [[*own[0][:first], *shared, *own[0][first:]]])
-    maps = [*_named_maps(runs)]
-    own = [[block for block in blocks if block not in maps] for blocks in own]
-    return report_page(title, heads, [comparison(runs), *shared, *maps], own)
+        title, first = runs[0].name, int(runs[0].head_map is not None)
+        by_run, shared = [[*by_run[0][:first], *shared, *by_run[0][first:]]], []
+    else:
+        maps = [*_named_maps(runs)]
+        by_run = [[block for block in blocks if block not in maps] for blocks in by_run]
+        shared = [comparison(runs), *shared, *maps]
+    return html.page(
+        "page.html.jinja",
+        style=html.template("page.css"),
+        script=html.template("page.js"),
+        title=title,
+        heads=[(run, tiles(run)) for run in runs],
+        shared=shared,
+        by_run=by_run,
+    )
 
 
 def _named_maps(runs: Sequence[ReportedRun]) -> Iterator[HeadMap]:
-    """The maps of heads of several runs, each with the name of its run."""
     for run in runs:
         if run.head_map is not None:
             run.head_map.name = run.name
@@ -104,7 +111,7 @@ def _named_maps(runs: Sequence[ReportedRun]) -> Iterator[HeadMap]:
 
 
 def summary(runs: Sequence[ReportedRun]) -> str:
-    """Return the same in short, for a pull request."""
+    """Return the Markdown summary for a pull request."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     several = len(runs) > 1
     lines = [f"- **{escaped(run.name)}**: {escaped(run.summary)}" for run in runs]
@@ -125,7 +132,7 @@ def summary(runs: Sequence[ReportedRun]) -> str:
 
 
 def run_blocks(run: ReportedRun) -> list[Block]:
-    """Heads, trainings, proof, roles, checks and evaluations of a run."""
+    """Return heads, trainings, proof, roles, checks and evaluations of a run."""
     blocks: list[Block] = [run.head_map] if run.head_map is not None else []
     blocks += charts.training_charts(run) + charts.roles_charts(run)
     if run.manifest is not None:
@@ -154,7 +161,7 @@ def run_blocks(run: ReportedRun) -> list[Block]:
 
 
 def tiles(run: ReportedRun) -> list[Tile]:
-    """The first numbers to look at."""
+    """Return the headline numbers of a run."""
     shown = [*_size_tiles(run), *_measured_tiles(run)]
     manifest, drawn = run.manifest, run.head_map
     if manifest is not None:
@@ -191,7 +198,6 @@ def _size_tiles(run: ReportedRun) -> list[Tile]:
 
 
 def _size_rows(run: ReportedRun) -> list[tuple[str, int, int]]:
-    """Counts before and after: of the original where it was evaluated, or of the first step."""
     report = run.evaluation
     if report is not None and report.against is not None and run.is_against_original(report):
         before, after = report.against.cost, report.model.cost
@@ -213,7 +219,6 @@ def _size_rows(run: ReportedRun) -> list[tuple[str, int, int]]:
 
 
 def _measured_tiles(run: ReportedRun) -> list[Tile]:
-    """The main metric, and the speed of the largest batch."""
     if (report := run.evaluation) is None:
         return []
     main = charts.main_metric(report)
@@ -232,7 +237,7 @@ def _measured_tiles(run: ReportedRun) -> list[Tile]:
 
 
 def comparison(runs: Sequence[ReportedRun]) -> Table:
-    """Runs side by side: one column each, one row per number that any of them has."""
+    """Return a column per run and a row per number."""
     columns: list[dict[str, str]] = []
     for run in runs:
         column = {"started from": run.source}
@@ -275,8 +280,7 @@ def _facts(manifest: Manifest) -> Table:
         **{f"{name} version": version for name, version in manifest.versions.items()},
         "files": f"{len(manifest.files)} with their SHA-256 in headprune.json",
     }
-    rows = [(name, str(value)) for name, value in facts.items() if value is not None]
-    return Table(("", "provenance"), rows, names=2, facts=True)
+    return _provenance_table(facts)
 
 
 def _provenance(report: Report) -> Table:
@@ -290,5 +294,9 @@ def _provenance(report: Report) -> Table:
         **{f"{name} version": version for name, version in one.versions.items()},
         **{f"--{name.replace('_', '-')}": value for name, value in one.settings.items()},
     }
+    return _provenance_table(facts)
+
+
+def _provenance_table(facts: Mapping[str, Any]) -> Table:
     rows = [(name, str(value)) for name, value in facts.items() if value is not None]
     return Table(("", "provenance"), rows, names=2, facts=True)

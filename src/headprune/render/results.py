@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,6 +15,9 @@ from headprune.render.next_commands import after_cut
 from headprune.render.terminal import show
 
 if TYPE_CHECKING:
+    import torch
+
+    from headprune.compression.compress import Compressed, Outline
     from headprune.distillation.heal import Healed
     from headprune.exporting.convert_gqa import Converted, KvPreview
     from headprune.exporting.preview import Preview, ShapeCost
@@ -20,8 +25,11 @@ if TYPE_CHECKING:
     from headprune.formats.export import Exported
     from headprune.gates.train_gates import GatesRun
     from headprune.planning.kv_heads import KvPlan
+    from headprune.planning.plan import Planned
     from headprune.proof.verify import Verification
+    from headprune.schemas.scores import Scores
 
+SHADES = "·░▒▓█"  # from the heads that would go first to those that would go last
 _DRY = "Nothing was written (--dry-run)."
 _RAGGED = (
     "single heads of a grouped-query model leave KV heads with unequal numbers of queries. Such a "
@@ -34,7 +42,7 @@ _OWN_KEYS = (
 
 
 def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
-    """The gates that stay open, and the command that comes next."""
+    """Print the open gates and the next command."""
     m = run.metadata
     words = (
         f"Gates of {m.kept_heads} of {m.query_heads} heads stay open "
@@ -48,7 +56,7 @@ def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
 
 
 def preview(console: Console, preview: Preview) -> None:
-    """The plan, drawn, and what it would leave."""
+    """Print a plan and its sizes."""
     counts = [
         ("query heads", preview.plan.query_heads, preview.plan.kept_heads),
         ("KV heads", *preview.kv_heads),
@@ -67,7 +75,7 @@ def preview(console: Console, preview: Preview) -> None:
 
 
 def roles_lost(lost: Sequence[str] | None) -> list[Block]:
-    """The roles that a plan loses, where that is known."""
+    """Return the roles that a plan loses, where known."""
     if lost is None:
         return []
     if not lost:
@@ -76,7 +84,6 @@ def roles_lost(lost: Sequence[str] | None) -> list[Block]:
 
 
 def _costs(option: str, costs: Sequence[ShapeCost]) -> list[Block]:
-    """What the values of an option would keep of the evidence; a row for all that are alike."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for cost in costs:
         share = "-" if cost.evidence is None else percent(cost.evidence)
@@ -90,14 +97,18 @@ def _costs(option: str, costs: Sequence[ShapeCost]) -> list[Block]:
 
 
 def pruned(console: Console, result: Pruned) -> None:
-    """The heads that are left, the sizes, and the proof."""
+    """Print the heads left, the sizes and the proof."""
     manifest = result.manifest
-    page = [records.heads(result.plan), records.sizes([manifest]), *records.refit(manifest)]
+    page = [
+        records.heads(result.plan),
+        records.sizes([manifest]),
+        *records.refit(manifest),
+    ]
     show(console, [*page, *written(result)])
 
 
 def converted(console: Console, result: Converted) -> None:
-    """How KV heads were merged, the sizes, and the proof."""
+    """Print the merges of KV heads, the sizes and the proof."""
     how = f"merge {result.merge}, grouping {result.grouping}"
     if result.calibration_tokens:
         how += f", calibrated on {result.calibration_tokens:,} tokens, layer after layer"
@@ -109,11 +120,14 @@ def converted(console: Console, result: Converted) -> None:
         page.append(Table(("attention module", "KV heads", "after"), rows, modules=True))
     if result.own_keys:
         page.append(Paragraph(_OWN_KEYS.format(len(result.own_keys)), "note"))
-    show(console, [*page, records.sizes([result.pruned.manifest]), *written(result.pruned)])
+    show(
+        console,
+        [*page, records.sizes([result.pruned.manifest]), *written(result.pruned)],
+    )
 
 
 def kv_preview(console: Console, preview: KvPreview) -> None:
-    """What every layer would keep, merge or lose, and what the other ways would have cost."""
+    """Print a plan for KV heads and its costs by engine."""
     free = preview.free or 1.0
     rows = [
         (name, cost if isinstance(cost, str) else f"{cost / free:.2f} x the free choice's")
@@ -125,7 +139,6 @@ def kv_preview(console: Console, preview: KvPreview) -> None:
 
 
 def _ways(planned: KvPlan) -> list[Block]:
-    """One line per module: the way it goes, and what every way was expected to cost, of all."""
     names = list(dict.fromkeys(way.said for ways in planned.ways.values() for way in ways))
     rows = []
     for path, record in planned.records().items():
@@ -138,7 +151,7 @@ def _ways(planned: KvPlan) -> list[Block]:
 
 
 def healed(console: Console, result: Healed) -> None:
-    """What healing brought, and the proof of what was written."""
+    """Print the gain of healing and the proof."""
     rows = [
         ("before", f"{result.before:.4f}"),
         (f"best, after {result.taken_after} of {result.steps} steps", f"{result.after:.4f}"),
@@ -148,7 +161,7 @@ def healed(console: Console, result: Healed) -> None:
 
 
 def exported(console: Console, result: Exported) -> None:
-    """What was written, and how it was proven."""
+    """Print the files of an export and their proof."""
     record = result.record
     page: list[Block] = [Paragraph(change, "note") for change in record.changes]
     page.append(Paragraph(str(record.proof), "verified"))
@@ -158,14 +171,14 @@ def exported(console: Console, result: Exported) -> None:
 
 
 def verification(console: Console, result: Verification) -> None:
-    """All checks, and their outcomes."""
+    """Print all checks and their outcomes."""
     rows = [("passed" if c.passed else "FAILED", c.name, c.found) for c in result.checks]
     notes = [Paragraph(result.not_run, "note")] if result.not_run else []
     show(console, [Table(("", "check", "outcome"), rows, names=3), *notes])
 
 
 def written(result: Pruned) -> list[Block]:
-    """The proof, how the result loads, and the commands that measure and serve it."""
+    """Return the proof, and commands that measure and serve the result."""
     from headprune.exporting.engines import serving
     from headprune.packages import missing
 
@@ -178,3 +191,100 @@ def written(result: Pruned) -> list[Block]:
         if "--to gguf" not in line or not missing("gguf"):
             page.append(Code(line, title=engine))
     return page
+
+
+def outline(console: Console, result: Outline) -> None:
+    """Print the candidates of a dry run."""
+    page = [
+        f"To be kept: {result.goal}.",
+        f"Text, a part of each held out: {', '.join(result.texts)}.",
+        "Candidates, measured on the held-out text; the best is taken:",
+        *(f"  {name}" for name in result.candidates),
+    ]
+    if result.heal_steps is not None:
+        page.append(f"Then healed for {result.heal_steps} steps, if that helps.")
+    show(console, [*map(Paragraph, page), Paragraph("Nothing was written (--dry-run).")])
+
+
+def compressed(console: Console, result: Compressed) -> None:
+    """Print all candidates, the choice and the proof."""
+    choice = result.choice
+    page: list[Block] = records.chosen(choice)
+    if choice.lead is not None:
+        low, high = choice.lead
+        words = "Better than the next by" if low > 0 else "Not told apart from the next:"
+        page.append(Paragraph(f"{words} {low:.4f} to {high:.4f} (95 % of resamples)."))
+    texts = choice.chosen.by_text
+    if len(texts) > 1:
+        cells = [("", *(f"{value:.4f}" for value in texts.values()))]
+        page.append(Table((f"{choice.measure}, taken", *texts), cells))
+    for name, reason in choice.failed.items():
+        page.append(Paragraph(f"{name} was not possible: {reason}", "note"))
+    page += written(result.pruned)
+    if result.unseen_beyond is not None:
+        words = (
+            f"contexts of more than {result.unseen_beyond:,} tokens were not measured: "
+            "evaluate it with --needle."
+        )
+        page.append(Paragraph(words, "note"))
+    show(console, page)
+
+
+def scores_json(scores: Scores) -> str:
+    """Return metadata and scores for ``--json``."""
+    content = scores.metadata.model_dump(mode="json")
+    content["scores"] = {name: values.tolist() for name, values in scores.scores.items()}
+    return json.dumps(content, indent=2)
+
+
+def scores(console: Console, scores: Scores, output: Path, next_command: str) -> None:
+    """Print scores and the next command."""
+    heat_maps(console, scores)
+    about = scores.metadata
+    words = (
+        f"{sum(about.units)} units ({about.unit.value}) of {len(about.modules)} attention modules, "
+        f"{about.tokens:,} tokens. Written to {output}."
+    )
+    show(console, [Paragraph(words), Code(next_command, title="Next")])
+
+
+def heat_maps(console: Console, scores: Scores) -> None:
+    """Print a line per module and a sign per unit, by rank."""
+    page: list[Block] = []
+    for name, values in scores.scores.items():
+        rows = []
+        for module, ranks in _by_module(scores, values):
+            shades = (SHADES[min(int(rank * len(SHADES)), len(SHADES) - 1)] for rank in ranks)
+            rows.append((module, "".join(shades)))
+        title = f"{name}  {scores.metadata.criteria[name]}"
+        columns = ("attention module", scores.metadata.unit.value)
+        page.append(Table(columns, rows, title, names=2, modules=True))
+    show(console, [*page, Paragraph(f"{SHADES[0]} would go first, {SHADES[-1]} last")])
+
+
+def planned(console: Console, result: Planned, output: Path | None, next_command: str) -> None:
+    """Print a plan, its use of budgets and the next command."""
+    plan = result.plan
+    kept, heads = plan.kept_heads, plan.query_heads
+    words = f"{kept} of {heads} query heads stay ({percent(kept, heads)}), by {result.criterion}."
+    page: list[Block] = [records.heads(plan), Paragraph(words)]
+    if result.spent:
+        rows = [
+            (name, f"{most:,.6g}", f"{spent:,.6g}") for name, (most, spent) in result.spent.items()
+        ]
+        page.append(Table(("budget", "at most", "plan"), rows))
+    if result.kept_of_free is not None:
+        share = percent(result.kept_of_free)
+        page.append(Paragraph(f"It keeps {share} of the evidence of a choice for no engine."))
+    page += roles_lost(result.roles_lost)
+    page += [Paragraph(note, "note") for note in result.notes]
+    if output is not None:
+        page += [Paragraph(f"Written to {output}."), Code(next_command, title="Next")]
+    show(console, page)
+
+
+def _by_module(scores: Scores, values: torch.Tensor) -> Sequence[tuple[str, list[float]]]:
+    order = values.argsort(stable=True).argsort(stable=True)
+    ranks = order.double() / max(len(values) - 1, 1)
+    parts = ranks.split(list(scores.metadata.units))
+    return [(m, part.tolist()) for m, part in zip(scores.metadata.modules, parts, strict=True)]

@@ -25,7 +25,7 @@ _KEY = (
 
 
 def roles(console: Console, result: RolesRecord, output: Path) -> None:
-    """Every layer's heads, a line per role, and what became of the original's."""
+    """Print heads by layer, a line per role, effects and changes."""
     signs = [(module.path, _signs(module, result)) for module in result.modules]
     page: list[Block] = [Table(("attention module", "heads"), signs, names=2, modules=True)]
     page += [_by_role(result), Paragraph(_KEY), *_effects(result), *_sets(result)]
@@ -36,7 +36,6 @@ def roles(console: Console, result: RolesRecord, output: Path) -> None:
 
 
 def _signs(module: ModuleRoles, result: RolesRecord) -> Signs:
-    """A letter per head; small where a role is nearly there, or only an attribute."""
     by_head = {head.head: head for head in module.heads}
     signs = []
     for number in range(max(by_head, default=-1) + 1):
@@ -52,7 +51,6 @@ def _signs(module: ModuleRoles, result: RolesRecord) -> Signs:
 
 
 def _heads(result: RolesRecord) -> list[tuple[str, HeadRoles]]:
-    """All heads with their names."""
     names = _layers(result)
     return [(f"{names[m.path]}.{head.head}", head) for m in result.modules for head in m.heads]
 
@@ -87,7 +85,6 @@ def _rise(rise: Rise) -> str:
 
 
 def _effects(result: RolesRecord) -> list[Block]:
-    """The heads without which the loss rises most."""
     measured = [(h.effect, name, h.role) for name, h in _heads(result) if h.effect is not None]
     most = sorted(measured, key=lambda one: -one[0].mean.nats)[:_MOST]
     rows = [(name, role or "", _rise(e.zero), _rise(e.mean)) for e, name, role in most]
@@ -97,7 +94,6 @@ def _effects(result: RolesRecord) -> list[Block]:
 
 
 def _sets(result: RolesRecord) -> list[Block]:
-    """Roles whose heads were taken out at once, beside as many random ones."""
     rows = []
     for name, effect in result.sets.items():
         draws = effect.random
@@ -122,7 +118,6 @@ def _changes(result: RolesRecord) -> list[Block]:
 
 
 def _layers(result: RolesRecord) -> dict[str, str]:
-    """Names of layers by path."""
     return layer_names([(module.path, module.kind) for module in result.modules])
 
 

@@ -1,4 +1,4 @@
-"""From parts in folders to the runs of a report; ids say which parts belong together."""
+"""Runs of a report, assembled from parts by their ids."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from headprune.errors import CheckpointError
 from headprune.evaluation.report import Report
 from headprune.regression.check import CheckReport
 from headprune.render import records
 from headprune.render.blocks import Table
-from headprune.render.folders import Place, Result
+from headprune.render.folders import History, Place, Result, history
 from headprune.render.head_map import HeadMap, Layer, PerHead, per_head
-from headprune.render.histories import History, history
 from headprune.render.records import short_name
 from headprune.schemas.gates import TrainedGates
 from headprune.schemas.manifest import HISTORY, Manifest
@@ -31,7 +29,7 @@ _UNIT = {
 
 @dataclass
 class ReportedRun:
-    """One run: a result with the parts that belong to it, or a part of no result."""
+    """A result with its parts, or a part without a result."""
 
     path: Path
     source: str  # the model it began with
@@ -49,11 +47,11 @@ class ReportedRun:
     def evaluation(self) -> Report | None:
         """The evaluation of the result; without a result, the first."""
         id_ = self.manifest.id if self.manifest is not None else None
-        own = (e for e in self.evaluations if id_ is None or e.model.id == id_)
-        return next(own, None)
+        of_result = (e for e in self.evaluations if id_ is None or e.model.id == id_)
+        return next(of_result, None)
 
     def is_against_original(self, report: Report) -> bool:
-        """Whether the base of an evaluation is the model that the run began with."""
+        """Return whether an evaluation's base is the first model of the run."""
         if report.against is None or self.manifest is None:
             return report.against is not None
         base, start = report.against.id, self.manifest.steps[0].parent
@@ -61,7 +59,7 @@ class ReportedRun:
         return base == start if base and start else base not in _lineage(self.manifest)
 
     def base_name(self, report: Report) -> str:
-        """What the base of an evaluation is called."""
+        """Return the name of an evaluation's base."""
         if report.against is None or self.is_against_original(report):
             return "original"
         short = short_name(report.against.name)
@@ -69,11 +67,7 @@ class ReportedRun:
 
 
 def assemble(places: Sequence[Place]) -> list[ReportedRun]:
-    """Return a run per result that nothing else was made of, and per part of no result.
-
-    Raises:
-        CheckpointError: If a part is damaged.
-    """
+    """Return a run per tip, and per part that belongs to none."""
     parts = _Parts(places)
     runs = [(place.path, parts.run_of(tip, place)) for place in places for tip in place.tips]
     for place in places:
@@ -87,7 +81,7 @@ def assemble(places: Sequence[Place]) -> list[ReportedRun]:
 
 @dataclass
 class _Parts:
-    """All parts of all places; ``used`` holds ids of those that belong to a run."""
+    """All parts of all places; ``used`` holds the ids of shown ones."""
 
     places: Sequence[Place]
     used: set[str | None] = field(default_factory=set)
@@ -102,13 +96,11 @@ class _Parts:
         self.tips = {tip.manifest.id for p in self.places for tip in p.tips}
 
     def new(self, id_: str) -> bool:
-        """Whether a part belongs to no run yet; it does from now on."""
         is_new = id_ not in self.used
         self.used.add(id_)
         return is_new
 
     def run_of(self, tip: Result, place: Place) -> ReportedRun:
-        """The run of a result."""
         manifest = tip.manifest
         chain = [self.results[s.id] for s in manifest.lineage if s.id in self.results] + [tip]
         ids = [step.evidence.id for step in manifest.steps if step.evidence is not None]
@@ -132,7 +124,6 @@ class _Parts:
         return run
 
     def _scores(self, manifest: Manifest, place: Place) -> Scores | None:
-        """The scores that chose heads of a result; if none did, scores of its model."""
         evidence = [step.evidence for step in manifest.steps if step.evidence is not None]
         chosen = [one.id for one in evidence if one.kind == "scores"]
         if chosen:
@@ -142,24 +133,20 @@ class _Parts:
         return next((s for s in near_first if s.metadata.model.fingerprint in models), None)
 
     def _evaluations(self, manifest: Manifest) -> list[Report]:
-        """Those of a result, and then those of the models it was made of.
-
-        What is compared with the original comes first, and the newest.
-        """
+        """Those of a result, and then those of the models it was made of."""
         probe, lineage = ReportedRun(Path(), "", "", manifest=manifest), _lineage(manifest)
-        own = [e for e in self.evaluations if e.model.id == manifest.id]
+        of_result = [e for e in self.evaluations if e.model.id == manifest.id]
 
         def rank(e: Report) -> tuple[bool, bool, str]:
             return e.against is not None, probe.is_against_original(e), e.provenance.created
 
         ids = {manifest.steps[0].parent, *lineage} - self.tips - {None}
         return [
-            *sorted(own, key=rank, reverse=True),
+            *sorted(of_result, key=rank, reverse=True),
             *(e for e in self.evaluations if e.model.id in ids),
         ]
 
     def _add_roles(self, run: ReportedRun) -> None:
-        """Adds the roles of a result against its original, or of the original."""
         assert run.manifest is not None
         source, left = run.manifest.steps[0].source.fingerprint, run.manifest.layout
 
@@ -179,14 +166,14 @@ class _Parts:
             kept = {(p, h) for p, h in heads if p not in left or h in left[p].query_heads}
             run.roles, run.role_table = original[1], records.roles(original[1], kept)
         if run.head_map is not None and (record := original or cut) is not None:
-            told = {(m.path, h.head): h for m in record[1].modules for h in m.heads}
-            run.head_map.tell("role", {key: head.role or "none" for key, head in told.items()})
-            effects = {k: h.effect.zero.nats for k, h in told.items() if h.effect is not None}
+            by_head = {(m.path, h.head): h for m in record[1].modules for h in m.heads}
+            run.head_map.tell("role", {key: head.role or "none" for key, head in by_head.items()})
+            effects = {k: h.effect.zero.nats for k, h in by_head.items() if h.effect is not None}
             rises = {key: f"{nats:+.3f}" for key, nats in effects.items()}
             run.head_map.tell("loss without it, nats", rises)
 
     def others(self, place: Place) -> Iterator[ReportedRun]:
-        """Runs of parts that belong to no result."""
+        """Yield runs of parts without a result."""
         for path, gates in place.gates.items():
             if self.new(gates.id):
                 yield ReportedRun(
@@ -247,7 +234,6 @@ def _gates_summary(gates: TrainedGates) -> str:
 def _map_of_result(
     first: Result, tip: Result, gates: TrainedGates | None, scores: Scores | None
 ) -> HeadMap:
-    """The heads before the first step, and which of them the last one left."""
     steps = first.manifest.lineage
     before, left = (steps[-1].layout if steps else {}), tip.manifest.layout
     layers = []
@@ -270,14 +256,13 @@ def _map_of_result(
         and scores.metadata.model.fingerprint == first.manifest.source.fingerprint
     ):
         # scores of another model of the chain would be of other heads
-        parts = {path: part.sizes for path, part in ((layer.path, layer) for layer in layers)}
+        parts = {layer.path: layer.sizes for layer in layers}
         if set(scores.metadata.modules) <= parts.keys():
             _show_scores(drawn, scores, [parts[path] for path in scores.metadata.modules])
     return drawn
 
 
 def _even(query_heads: int, kv_heads: int) -> tuple[int, ...]:
-    """Query heads of every KV head; empty where they do not divide evenly."""
     group = query_heads // max(1, kv_heads)
     return (group,) * kv_heads if group * kv_heads == query_heads else ()
 
@@ -328,12 +313,7 @@ def _show_scores(drawn: HeadMap, scores: Scores, sizes: Sequence[Sequence[int]])
     about = scores.metadata
     layers = [Layer.of(p, range(sum(s)), s) for p, s in zip(about.modules, sizes, strict=True)]
     for name, values in scores.scores.items():
-        try:
-            numbers = per_head(layers, about.unit, values.tolist())
-        except ValueError:
-            raise CheckpointError(
-                f"The scores of '{about.model.name}' do not fit its units; score it again."
-            ) from None
+        numbers = per_head(layers, about.unit, values.tolist())
         if drawn.evidence is None:
             drawn.show(f"score {name}", numbers)
         drawn.tell(f"score {name}", numbers)

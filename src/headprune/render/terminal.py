@@ -21,7 +21,7 @@ _WORDS = {"passed": "green", "broken": "bold red", "FAILED": "bold red", "cannot
 
 
 def show(console: Console, page: Page) -> None:
-    """Prints a page of tables, text and commands."""
+    """Print a page."""
     for block in page:
         if isinstance(block, Table):
             _table(console, block)
@@ -39,7 +39,7 @@ def show(console: Console, page: Page) -> None:
 
 
 def _table(console: Console, table: Table) -> None:
-    """Prints a table; in a narrow terminal headers break and module paths are shortened."""
+    """Print a table; in a narrow terminal break headers and shorten module paths."""
     if table.title:
         console.print(f"[bold]{escape(table.title)}[/]")
     grid = _grid(table)
@@ -89,15 +89,14 @@ def _cell(text: str) -> Styled:
 
 
 def _alike(lists: Sequence[Sequence[str]]) -> int:
-    """Return with how many equal items all of them begin."""
     columns = zip(*lists, strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def shortened(paths: Sequence[str]) -> tuple[list[str], str]:
-    """Return paths without what they all begin and end with, and the pattern that has it.
+    """Return paths without their common start and end, and the pattern with it.
 
-    ``["model.layers.0.attn", "model.layers.1.attn"]`` becomes ``["0", "1"]`` and
+    ``["model.layers.0.attn", "model.layers.1.attn"]`` gives ``["0", "1"]`` and
     ``"model.layers.*.attn"``; no path becomes empty.
     """
     parts = [path.split(".") for path in paths]
@@ -112,7 +111,7 @@ def shortened(paths: Sequence[str]) -> tuple[list[str], str]:
 
 
 def folded(rows: Mapping[str, Sequence[str]]) -> list[tuple[str, ...]]:
-    """Return rows with neighbouring equal layers as one: ``layers.0-29.self_attn`` for thirty."""
+    """Return rows with equal neighbouring layers as one: ``layers.0-29.self_attn``."""
     runs: list[tuple[str, str, tuple[str, ...], int, int]] = []  # with first, last layer
     for path, cells in rows.items():
         layer = re.search(r"(?<=\.)\d+(?=\.)", path)

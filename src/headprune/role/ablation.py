@@ -1,13 +1,7 @@
-"""What the loss needs heads for: its rise without them.
+"""Effects of heads: the rise of the loss with heads set to zero or to their means.
 
-    rise = loss(head set to zero, or to its mean over the text) - loss
-
-Zero is what a cut does. The mean leaves later layers the distribution that they know, and takes
-away what the head says of its input. All heads of a role are set to their means together, beside as
-many random heads of the same layers (Wu et al. 2024, arXiv 2404.15574, section 4).
-
-Layers before the first that differs from the run before are not run again: ablations go last layer
-first, and those that begin alike one after the other.
+Sets of a role are compared with random heads of the same layers (Wu et al. 2024, arXiv
+2404.15574, section 4).
 """
 
 from __future__ import annotations
@@ -40,7 +34,7 @@ Outputs = list[tuple[nn.Module, Any]]
 
 @dataclass(frozen=True, order=True)
 class Out:
-    """Heads of one module, by position, that give their mean or zero."""
+    """Heads of a module, by position, set to their mean or zero."""
 
     module: int
     heads: tuple[int, ...]
@@ -59,11 +53,7 @@ def effects(
     config: RolesConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[tuple[ModuleRoles, ...], dict[str, SetEffect]]:
-    """Take out every head for itself, and the heads of every role together.
-
-    Returns:
-        The modules with the effect of every head, and the effects of sets by role.
-    """
+    """Return modules with an effect per head, and the effects of sets by role."""
     sets = {
         name: [_to_means(one) for one in (heads, *random_sets(attentions, heads, config.seed))]
         for name, heads in _by_role(modules).items()
@@ -152,9 +142,10 @@ def rises(
     ablations: Collection[Ablation],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[Ablation, Tensor]:
-    """Return the rise of every sequence's loss, by ablation; equal ones are run once.
+    """Return the rise of each sequence's loss, by ablation.
 
     ``means`` hold the mean output of every head, by module; shape (heads, width).
+    Layers before the first difference from the run before are replayed: equal starts come in a row.
     """
     task = task_of(net)
     layers = list({net.get_submodule(layer_of(a.path)): None for a in attention_of(net)})
@@ -202,7 +193,7 @@ def _taken(attention: Attention, out: Out, means: Tensor) -> Iterator[None]:
 
 @contextmanager
 def recorded(layers: Sequence[nn.Module]) -> Iterator[Outputs]:
-    """Keep what layers return."""
+    """Record the outputs of layers."""
     outputs: Outputs = []
     with ExitStack() as stack:
         for layer in layers:
@@ -213,7 +204,7 @@ def recorded(layers: Sequence[nn.Module]) -> Iterator[Outputs]:
 
 @contextmanager
 def replayed(outputs: Outputs) -> Iterator[None]:
-    """Have layers return what they returned."""
+    """Have layers return recorded outputs."""
     with ExitStack() as stack:
         for layer, output in outputs:
             stack.callback(_restore, layer, vars(layer).get("forward"))

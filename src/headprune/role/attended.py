@@ -28,17 +28,15 @@ class Attended:
     """The attention of one module on one batch.
 
     Attributes:
-        weights: After the softmax; rows of padded queries mean nothing.
-        queries: Which queries are no padding.
-        keys: Which keys are no padding.
-        key_ids: Token ids of the keys.
-        causal: Whether a query sees only keys up to its own place.
-        classes: Ids of tokens that separate, by kind.
+        weights: After the softmax; rows of padded queries are undefined.
+        queries: True where no padding.
+        keys: True where no padding.
+        causal: Whether a query sees only keys up to its place.
+        classes: Ids of separating tokens, by kind.
         start: Place of the first run of random tokens.
         period: Tokens of a run; 0 on other inputs.
-        facts: What is known of the batch.
-        written: Logits of the tokens of the first run by what each head writes of them; None where
-            the module writes no logits.
+        facts: See ``Facts``.
+        written: Logits of the first run's tokens by what each head writes of them.
     """
 
     weights: Float[Tensor, "sequences heads queries keys"]
@@ -53,7 +51,7 @@ class Attended:
     written: Float[Tensor, "sequences heads places tokens"] | None = None
 
     def first_key(self) -> Int[Tensor, " sequences"]:
-        """Return the place of the first key that is no padding."""
+        """Return the place of the first key."""
         return self.keys.int().argmax(-1)
 
     def in_view(self) -> Bool[Tensor, "sequences queries keys"]:
@@ -75,7 +73,7 @@ class Attended:
         return counted((mass * pairs[:, None]).sum(-1), pairs.sum(-1))
 
     def in_second_run(self, offset: int) -> Counted:
-        """Return the same for the queries in the second run."""
+        """Return the attention at an offset, for queries in the second run."""
         places = torch.arange(self.queries.shape[-1], device=self.queries.device)
         begin = self.start + self.period
         second = (places >= begin) & (places < begin + self.period)

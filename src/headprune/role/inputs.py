@@ -45,7 +45,7 @@ _Parsed = tuple[list[int], Tree, Tensor]  # ids of tokens, and which belong to w
 
 @dataclass(frozen=True)
 class Reading:
-    """Batches that a model reads, and what is known of each."""
+    """Batches and the facts of each."""
 
     batches: Sequence[Batch]
     start: int = 0  # place of the first run of random tokens
@@ -56,11 +56,7 @@ class Reading:
 def text_input(
     net: PreTrainedModel, tokenizer: Any, data: DataConfig, config: RolesConfig
 ) -> tuple[Reading, int]:
-    """Return sequences of running text, spread evenly, and their number of tokens.
-
-    Raises:
-        DataError: If there is too little of it.
-    """
+    """Return evenly spread running text and its number of tokens."""
     tokens = config.sequences * config.seq_len
     # with this objective no task hides tokens
     sample = _sample(Objective.DISTILL, net, tokenizer, data, config, tokens, running=True)
@@ -75,11 +71,7 @@ def text_input(
 def loss_batches(
     net: PreTrainedModel, tokenizer: Any, data: DataConfig, config: RolesConfig
 ) -> list[Batch]:
-    """Return sequences of the text with labels of a language model's loss.
-
-    Raises:
-        DataError: If the model has no such loss, or the text makes fewer than two sequences.
-    """
+    """Return sequences with labels of a language model's loss."""
     task = task_of(net)
     if task not in ("causal-lm", "masked-lm", "seq2seq-lm"):
         raise DataError(
@@ -114,12 +106,9 @@ def _sample(
 def repeated_inputs(
     net: PreTrainedModel, tokenizer: Any, config: RolesConfig
 ) -> tuple[Reading, Reading]:
-    """Return runs of random tokens twice, and the same with another second run.
+    """Return runs of random tokens twice, and the control with another second run.
 
-    Special tokens and the rarest, which come last in a vocabulary, are left out.
-
-    Raises:
-        DataError: If model or vocabulary have no room for two runs.
+    Special tokens and the rarest, last in a vocabulary, are left out.
     """
     size = net.config.get_text_config().vocab_size
     usual = set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids)
@@ -153,7 +142,6 @@ def _parts(rows: list[Any], size: int) -> list[list[Any]]:
 
 
 def _batch(net: PreTrainedModel, rows: Sequence[Sequence[int]], pad: int = 0) -> Batch:
-    """Padded on the right."""
     ids = _padded(rows, pad)
     mask = _padded([[1] * len(row) for row in rows], 0)
     batch: Batch = {"input_ids": ids, "attention_mask": mask}
@@ -179,11 +167,7 @@ def token_classes(tokenizer: Any) -> Mapping[str, Tensor]:
 
 
 def trees_input(net: PreTrainedModel, tokenizer: Any, config: RolesConfig) -> Reading | None:
-    """Return the sentences of ``--trees`` with words and trees; None without any.
-
-    Raises:
-        DataError: If the file is no treebank, or fewer than four sentences fit into the model.
-    """
+    """Return the sentences of ``--trees`` with their facts; None without any."""
     if config.trees is None:
         return None
     trees = read_trees(str(config.trees))
@@ -242,13 +226,7 @@ def _tree_facts(part: Sequence[_Parsed], ranks: Mapping[int, int]) -> Facts:
 def needles_input(
     net: PreTrainedModel, tokenizer: Any, data: DataConfig, config: RolesConfig
 ) -> Reading | None:
-    """Return contexts out of which the model copies a number, one by one.
-
-    None without ``needle_lengths``, and where the model finds too few.
-
-    Raises:
-        DataError: If the model does not continue a text, or has no room for a needle.
-    """
+    """Return contexts from which the model copies a number; None where there are too few."""
     if not config.needle_lengths:
         return None
     if task_of(net) != "causal-lm":
@@ -278,7 +256,7 @@ def needles_input(
 
 
 def _elsewhere(needle: Needle, copied: Sequence[Needle]) -> int | None:
-    """Place of the needle at the next depth at which one of that length was copied."""
+    """Return the place of a copied needle of that length at the next depth."""
     same = (one for one in copied if len(one.row.ids) == len(needle.row.ids))
     begins = {one.depth: one.fact.start for one in same}
     depths = sorted(begins)

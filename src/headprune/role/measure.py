@@ -49,16 +49,16 @@ def roles(
     overwrite: bool = False,
     context: Context = Context(),
 ) -> RolesRecord:
-    """Measure what heads do, and write ``roles.json`` and its pictures to ``output``.
+    """Measure the roles of heads, and write ``roles.json`` and its pictures.
 
     Args:
         model: Folder or hub id.
         output: The folder; it appears whole or not at all.
-        data: Where the text comes from.
-        config: How much of it is read, and how it is judged.
+        data: The text.
+        config: Amounts and levels.
         against: The original of a cut model, to compare with.
         overwrite: Replace an existing output.
-        context: What it runs in.
+        context: Progress and permissions.
 
     Raises:
         HeadpruneError: If model and data do not fit, or a module gives no attention weights.
@@ -112,7 +112,7 @@ def roles(
 
 @dataclass(frozen=True)
 class MeasuredRoles:
-    """The roles of a model, and how much text was read for them."""
+    """The roles of a model, and the amount of text behind them."""
 
     modules: tuple[ModuleRoles, ...]
     tokens: int
@@ -123,7 +123,7 @@ class MeasuredRoles:
 def roles_of(
     net: PreTrainedModel, tokenizer: Any, data: DataConfig, config: RolesConfig, context: Context
 ) -> MeasuredRoles:
-    """Return what the heads of a loaded model do."""
+    """Return the roles of a loaded model's heads."""
     attentions = of_kinds(attention_of(net), config.attention)
     text, tokens = text_input(net, tokenizer, data, config)
     twice, unrepeated = repeated_inputs(net, tokenizer, config)

@@ -33,7 +33,7 @@ def scored(
     contributions: Contributions | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[ModuleRoles, ...]:
-    """Return the scores and roles of every head from the sums of heads and of controls."""
+    """Return scores and roles of every head from sums and their controls."""
     modules = []
     for position, attention in enumerate(attentions):
         heads = []
@@ -63,9 +63,9 @@ def scored(
 def score_of(
     role: Role, counted: Counted, control: Counted | None, place: int, config: RolesConfig
 ) -> RoleScore | None:
-    """Return the score of one head; None where there was nothing to count.
+    """Return the score of one head; None without enough queries.
 
-    The best of several variants is chosen on every other sequence and judged on the others.
+    The best variant is chosen on every second sequence and judged on the others.
     """
     sums, counts = counted[0][:, place], counted[1]
     choosing = judging = slice(None)
@@ -149,7 +149,7 @@ def _head(head: int, scores: dict[str, RoleScore], contribution: float | None) -
 
 
 def changes(original: Sequence[ModuleRoles], now: Sequence[ModuleRoles]) -> dict[str, RoleChange]:
-    """Return by role the heads that kept it, lost it, and took it up."""
+    """Return by role the heads that kept, lost and gained it."""
 
     def over(modules: Sequence[ModuleRoles], role: str) -> list[RoleHead]:
         return [

@@ -30,7 +30,7 @@ MOST_TOKENS = 40  # more lines than these cannot be told apart
 
 @dataclass(frozen=True)
 class Tokens:
-    """A text as a model reads it: its tokens as they are shown, and which stand for no text."""
+    """The tokens of a text, as shown."""
 
     labels: tuple[str, ...]
     special: tuple[bool, ...]
@@ -42,10 +42,8 @@ class LayerWeights:
     """One attention module on the sentence.
 
     Attributes:
-        heads: Numbers of its heads in the original model.
-        weights: After the softmax; of a module that runs more than once, the mean of its runs.
-        queries: The tokens that look.
-        keys: The tokens that are looked at.
+        heads: Their numbers in the original model.
+        weights: After the softmax; the mean over the runs of a shared module.
     """
 
     name: str
@@ -57,7 +55,6 @@ class LayerWeights:
     keys: Tokens
 
     def named(self) -> list[str]:
-        """Return the names of its heads."""
         return [f"{self.name}.{head}" for head in self.heads]
 
 
@@ -70,11 +67,7 @@ class Sentence:
     layers: tuple[LayerWeights, ...]
 
     def head(self, name: str) -> tuple[LayerWeights, int]:
-        """Return the layer of a head, and its position there.
-
-        Raises:
-            PlanError: If there is no such head.
-        """
+        """Return the layer of a head, and its position there. Raise PlanError without one."""
         layer = next((n for n in self.layers if n.name == name.rpartition(".")[0]), None)
         if layer is None:
             names = [layer.name for layer in self.layers]
@@ -91,9 +84,9 @@ class Sentence:
         return layer, layer.named().index(name)
 
     def sharpest(self, count: int) -> tuple[str, ...]:
-        """Return the heads that look most sharply at some ordinary token.
+        """Return the heads with the largest weights on ordinary tokens.
 
-        Most heads rest on the first token or on special ones where they find nothing else.
+        Idle heads rest on the first token or on special ones.
         """
         sharpness: dict[str, float] = {}
         for layer in self.layers:
@@ -117,9 +110,9 @@ def read_sentence(
     Args:
         model: Folder or hub id.
         text: The sentence; it is cut after ``MOST_TOKENS`` tokens.
-        target: What the decoder of an encoder-decoder reads; None for what the model writes.
-        attention: Kinds of attention to look at; empty for all.
-        context: What it runs in.
+        target: Input of the decoder; None for what the model writes.
+        attention: Kinds of attention; empty for all.
+        context: Progress and permissions.
 
     Raises:
         HeadpruneError: If model and text do not fit, or a module gives no attention weights.
@@ -162,7 +155,7 @@ def read_sentence(
 def _read(
     net: PreTrainedModel, tokenizer: Any, text: str, target: str | None
 ) -> tuple[Batch, Tokens, Tokens | None]:
-    """Return the batch, the tokens of the sentence, and those that a decoder reads."""
+    """Return the batch, the sentence's tokens and the decoder's."""
     ids, left_out = _ids(net, tokenizer, text, "--text")
     batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     source = _tokens(tokenizer, ids, left_out)
@@ -185,7 +178,7 @@ def _read(
 def _ids(
     net: PreTrainedModel, tokenizer: Any, text: str, option: str, text_target: bool = False
 ) -> tuple[Tensor, int]:
-    """Return token ids, shape (1, tokens), and how many were left out."""
+    """Return token ids of shape (1, tokens), and the number left out."""
     most = min(MOST_TOKENS, most_tokens(net.config, tokenizer) or MOST_TOKENS)
     argument = {"text_target" if text_target else "text": text, "verbose": False}
     whole = tokenizer(**argument)["input_ids"]
@@ -210,6 +203,6 @@ def _tokens(tokenizer: Any, ids: Tensor, left_out: int) -> Tokens:
 
 
 def _special(tokenizer: Any) -> set[int]:
-    """Ids of the tokens that stand for no text; that for unknown text stands for some."""
+    """Return the ids of tokens that stand for no text."""
     around = {tokenizer.bos_token_id, tokenizer.eos_token_id}
     return set(tokenizer.all_special_ids) - ({tokenizer.unk_token_id} - around)

@@ -1,11 +1,8 @@
-"""The roles of heads, one decorated function each; a new role is one more function here.
-
-A function returns sums and counts per sequence of what a head's attention A does. Its docstring is
-the reference: the first line defines the score, the last paragraph names paper and line.
+"""The roles of heads, a decorated function each.
 
     score = sum over queries / number of queries
 
-A head has a role where the interval of its score is over the line and its control is under it.
+A head has a role where its interval is over the line and its control under it.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -33,33 +30,21 @@ Control = Literal["uniform", "unrepeated", "offset", "elsewhere"]
 Measure = Callable[[Attended], Counted | None]
 
 
-class Options(TypedDict, total=False):
-    """See ``Role``."""
-
-    on: Input
-    control: Control | None
-    attribute: bool
-    crosses: bool
-    beyond: bool
-    fewest: int
-    variants: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class Role:
     """A role of heads.
 
     Attributes:
-        measure: Sums and counts of the score on one batch; None where the module has no score.
+        measure: Sums and counts on one batch; None where the module has no score.
         sign: Letter in the table of heads.
         line: Lowest score of a head with the role.
-        on: Input that it is measured on.
-        control: What the score is held against; None where heads that do nothing may have the role.
-        attribute: Whether it is given beside a head's role and never is the role.
+        on: Input of the measure.
+        control: None where idle heads may have the role.
+        attribute: Given beside a role, never as the role.
         crosses: Whether cross-attention can have it.
-        beyond: Whether the line is on the score less its control.
+        beyond: The line is on the score less its control.
         fewest: Queries that a variant needs.
-        variants: Offsets, kinds or relations with a score each; the best one counts.
+        variants: Offsets, kinds or relations with a score each; the best counts.
     """
 
     measure: Measure
@@ -75,12 +60,11 @@ class Role:
 
     @property
     def reference(self) -> str:
-        """The docstring of its function."""
         return inspect.cleandoc(self.measure.__doc__ or "")
 
     @property
     def definition(self) -> str:
-        """What the score is."""
+        """The first line of the reference."""
         first = self.reference.partition("\n")[0].rstrip(".")
         return first[0].lower() + first[1:]
 
@@ -93,13 +77,11 @@ class Role:
 ROLES: Registry[Role] = Registry("role", PlanError)
 
 
-def role(
-    name: str, sign: str, line: float, **options: Unpack[Options]
-) -> Callable[[Measure], Measure]:
+def role(name: str, sign: str, line: float, **fields: Any) -> Callable[[Measure], Measure]:
     """Register the decorated function as a role."""
 
     def register(measure: Measure) -> Measure:
-        ROLES.add(name, Role(measure, sign, line, **options))
+        ROLES.add(name, Role(measure, sign, line, **fields))
         return measure
 
     return register
@@ -269,7 +251,7 @@ def syntactic(attn: Attended) -> Counted:
 
 
 def _pairs(facts: Facts, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return looking words, their related words, and one-hot variants, in both directions."""
+    """Return looking words, related words and one-hot variants, in both directions."""
     known = facts["heads"] >= 0
     heads = facts["heads"].clamp(min=0)
     words = torch.arange(heads.shape[1], device=heads.device).expand_as(heads)
@@ -287,7 +269,7 @@ def _pairs(facts: Facts, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def offset_control(batches: Sequence[Facts], causal: bool) -> Counted:
-    """Return how often the most frequent offset of each relation is right, as for one head."""
+    """Return the hits of each relation's most frequent offset, as of one head."""
     pairs = [_pairs(facts, causal) for facts in batches]
     offsets = torch.cat([(targets - queries).flatten() for queries, targets, _ in pairs])
     kinds = torch.cat([kinds.flatten(0, 1) for _, _, kinds in pairs])

@@ -22,10 +22,9 @@ class Tree:
     """A sentence.
 
     Attributes:
-        text: As it was written.
-        spans: Where each word begins and ends in it.
-        heads: Place of the word that each depends on; -1 for none, the root and punctuation.
-        relations: How, without subtypes.
+        spans: Start and end of each word in the text.
+        heads: Place of each word's head; -1 for root and punctuation.
+        relations: Without subtypes.
     """
 
     text: str
@@ -34,11 +33,7 @@ class Tree:
     relations: tuple[str, ...]
 
     def belonging(self, offsets: Sequence[Span]) -> Bool[Tensor, "tokens words"]:
-        """Return which tokens overlap which words.
-
-        Args:
-            offsets: Where every token begins and ends; some tokenizers count the space before it.
-        """
+        """Return the tokens that overlap each word, from their offsets in the text."""
         rows = [(end - len(self.text[start:end].lstrip()), end) for start, end in offsets]
         tokens, spans = torch.tensor(rows)[:, None], torch.tensor(self.spans)
         latest = torch.maximum(tokens[..., 0], spans[:, 0])
@@ -46,11 +41,7 @@ class Tree:
 
 
 def read_trees(source: str) -> list[Tree]:
-    """Return the sentences of a file whose words are those of their text.
-
-    Raises:
-        DataError: If the file is missing, or has no such sentence.
-    """
+    """Return the sentences of a file; raise DataError where there is none."""
     path = Path(source)
     if not path.is_file():
         raise DataError(f"--trees {source}: there is no such file. Give a CoNLL-U file (also .gz).")
@@ -93,15 +84,11 @@ def _tree(source: str, block: str) -> Tree | None:
 
 
 def _number(cell: str) -> int:
-    """A damaged file may hold digits that Python refuses to convert."""
     return int(cell) if re.fullmatch("[0-9]{1,9}", cell) else -1
 
 
 def _spans(text: str, forms: Sequence[str], joined: dict[int, tuple[int, str]]) -> list[Span]:
-    """Find words from left to right; none if one is missing.
-
-    Words written as one share its place where their forms are not in it.
-    """
+    """Return the places of words, from left to right; none if one is missing."""
     spans: list[Span] = []
     end = 0
     while len(spans) < len(forms):

@@ -1,9 +1,4 @@
-"""One streaming pass over an input: attention is summed up layer by layer.
-
-Hooks take the weights that a module returns and leave a few sums per sequence and head, so that the
-weights of one layer are in memory. Padding counts neither as query nor as key: no result depends on
-the batch of a sequence.
-"""
+"""One pass over an input: attention summed up layer by layer, so that one layer is in memory."""
 
 from __future__ import annotations
 
@@ -39,11 +34,7 @@ def watch(
     progress: Callable[[int, int], None] = lambda done, total: None,
     contributions: Contributions | None = None,
 ) -> Watched:
-    """Measure roles on an input; ``contributions`` are summed up in the same pass.
-
-    Raises:
-        FamilyError: If a module gives no attention weights.
-    """
+    """Measure roles on an input, and contributions in the same pass."""
     watched = Watched(attentions, reading, roles, classes)
     watched.written = Written(model, attentions, reading) if "copying" in roles else None
     with attention_weights(model, attentions, watched.see), ExitStack() as stack:
@@ -67,7 +58,7 @@ def attention_weights(
     attentions: Sequence[Attention],
     see: Callable[[int, Tensor], None],
 ) -> Iterator[None]:
-    """Call ``see`` with the position of a module and its weights each time it runs.
+    """Call ``see`` with the position of each module that runs, and its weights.
 
     Raises:
         FamilyError: If a module gives no attention weights.
@@ -96,10 +87,7 @@ def _asks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _weights(outputs: Any, attention: Attention) -> Tensor:
-    """Some modules return a bias of positions before the weights, whose shape may be the same.
-
-    Rows of weights sum to one, or to less where part of them goes to no key.
-    """
+    """Return the last output with rows that sum to at most one; a bias may have that shape."""
     for part in reversed(outputs[1:] if isinstance(outputs, tuple) else ()):
         if isinstance(part, Tensor) and part.dim() == 4 and part.shape[1] == attention.query_heads:
             rows = part[:, :, -1].float()
@@ -112,7 +100,7 @@ def _weights(outputs: Any, attention: Attention) -> Tensor:
 
 
 class Watched:
-    """The sums of one pass, those of controls, and which modules are causal."""
+    """The sums of one pass and of its controls."""
 
     batch: Batch
     written: Written | None = None
@@ -134,13 +122,12 @@ class Watched:
         self._uniform: dict[tuple[str, bool, str], Counted | None] = {}
 
     def begin(self, number: int, batch: Batch) -> None:
-        """Take the batch that the model is about to read."""
+        """Take the next batch."""
         self.batch = batch
         self._facts = self._reading.facts[number] if self._reading.facts else {}
         self._batch_sums, self._batch_controls, self._uniform = {}, {}, {}
 
     def see(self, position: int, weights: Tensor) -> None:
-        """Sum up the weights of a module."""
         attn, kind = self._attended(position, weights), self._attentions[position].kind
         for name, role in self._roles.items():
             if kind == "cross" and not role.crosses:
@@ -156,7 +143,6 @@ class Watched:
                 _sum(self._batch_controls, key, self._uniform[alike])
 
     def finish(self) -> None:
-        """Append the sums of a batch."""
         for tallies, new in ((self.sums, self._batch_sums), (self.controls, self._batch_controls)):
             for key, counted in new.items():
                 sums, counts = (part.cpu().double() for part in counted)
@@ -195,7 +181,7 @@ class Watched:
 
 
 def _sum(tallies: Tallies, key: tuple[int, str], new: Counted | None) -> None:
-    """Of a module that runs more than once in a batch."""
+    """Add the run of a module that may run more than once in a batch."""
     if new is not None:
         before = tallies.get(key)
         tallies[key] = new if before is None else (before[0] + new[0], before[1] + new[1])

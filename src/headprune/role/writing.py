@@ -1,9 +1,6 @@
-"""What heads write: its norm beside the residual, and the logits of tokens it makes likelier.
+"""What heads write: |W_O,h z_h| / |residual|, and logits of the tokens that it makes likelier.
 
-    contribution    mean over tokens of |W_O,h z_h| / |residual|
-
-z_h is the head's output, the residual what enters its layer. A head that looks somewhere and writes
-nothing has no part in what the model computes (Kobayashi et al. 2020, arXiv 2004.10102).
+z_h is the head's output, the residual enters its layer (Kobayashi et al. 2020, arXiv 2004.10102).
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from headprune.runtime.modeling_headprune import Attention
 
 
 class Contributions:
-    """Sums up the contributions of heads during a pass."""
+    """Sums of the contributions of heads during a pass."""
 
     batch: Batch
 
@@ -39,7 +36,6 @@ class Contributions:
         self._tokens = [0 for _ in attentions]
 
     def attach(self, stack: ExitStack) -> None:
-        """Put hooks on layers and output projections."""
         for position, attention in enumerate(self._attentions):
             if attention.query_heads:
                 weight = read_output(attention)[0]
@@ -52,7 +48,7 @@ class Contributions:
             stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def of(self, position: int) -> list[float | None]:
-        """Return the contribution of every head of a module; None where nothing was seen."""
+        """Return the contribution of every head of a module; None without tokens."""
         tokens = self._tokens[position]
         return [total / tokens if tokens else None for total in self._sums[position].tolist()]
 
@@ -74,7 +70,7 @@ class Contributions:
 
 
 class Written:
-    """Logits of the tokens of the first run by what heads write of them, for ``copying``."""
+    """Logits of the first run's tokens by what heads write of them."""
 
     def __init__(
         self, net: PreTrainedModel, attentions: Sequence[Attention], reading: Reading
@@ -85,7 +81,6 @@ class Written:
         self._scale = _final_scale(net, reading.batches[0])
 
     def attach(self, stack: ExitStack) -> None:
-        """Put hooks on the projections of values, where the model predicts the next token."""
         if task_of(self._net) != "causal-lm" or self._net.get_output_embeddings() is None:
             return
         for attention in self._attentions:
@@ -99,7 +94,7 @@ class Written:
         self._values[path] = output[:, self._run].float()[..., rows.to(output.device)]
 
     def logits(self, attention: Attention, ids: Tensor) -> Tensor | None:
-        """Shape (sequences, heads, tokens of the run, tokens of the run); None without values."""
+        """Return logits of shape (sequences, heads, tokens of the run, tokens of the run)."""
         values = self._values.pop(attention.path, None)
         if values is None:
             return None
@@ -120,7 +115,7 @@ class Written:
 
 @torch.no_grad()
 def _final_scale(net: PreTrainedModel, batch: Batch) -> Tensor:
-    """The factors of the norm in front of W_U, whatever it makes of its weights; 1 without one."""
+    """Return the factors of the last norm; 1 without one."""
     outputs: list[tuple[nn.Module, Any]] = []
     with ExitStack() as stack:
         for module in net.base_model.modules():
