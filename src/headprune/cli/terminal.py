@@ -281,7 +281,7 @@ def run(command: Callable[[], None]) -> None:
                 f"the one of temporary files ({_escaped(str(error))})."
             )
             sys.exit(2)
-        sys.excepthook = _unexpected  # without markup of what it quotes; typer has its own there
+        sys.excepthook = _unexpected  # without markup in quoted text; typer has its own there
         raise
 
 

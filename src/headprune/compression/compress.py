@@ -120,7 +120,7 @@ def compress(
         config: What may stay, and how it is chosen.
         data: Texts by name, mixed in equal parts; none for the texts that ship with headprune.
         overwrite: Replace an existing output.
-        context: What it runs in.
+        context: Progress and permissions.
 
     Raises:
         HeadpruneError: If model, goal and text do not fit together.

@@ -28,7 +28,7 @@ class DataConfig(Settings):
 
     @property
     def pairs(self) -> bool:
-        """Whether examples are two texts each."""
+        """True if examples are two texts each."""
         return "," in (self.text_column or "")
 
 

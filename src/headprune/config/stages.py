@@ -257,7 +257,7 @@ class TrainGatesConfig(Settings):
 
     @property
     def leaves_method(self) -> bool:
-        """Whether any method fits these settings, so that the best may be taken."""
+        """True if any method fits these settings, so that the best may be taken."""
         fields = TrainGatesConfig.model_fields
         of_l0 = any(getattr(self, name) != fields[name].default for name in OF_L0)
         return self.method is Method.AUTO and self.train is Train.GATES and not of_l0

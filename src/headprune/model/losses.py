@@ -129,7 +129,7 @@ class LossModule(nn.Module):
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """Whether the model is in shards; Trainer then averages the gradients beside them."""
+        """True if the model is in shards; Trainer then averages the gradients beside them."""
         return is_sharded(self.model)
 
     def train(self, mode: bool = True) -> LossModule:

@@ -96,7 +96,7 @@ def shared_key(
         query_moments: E[q q^T] of the group's query heads.
         owners: For each of them, which of the group's n heads it reads.
         moment: Second moment of [k_1; ...; k_n], before any rotation.
-        pairs: What the rotary embedding rotates; None without one.
+        pairs: Rotated pairs of coordinates; None without a rotary embedding.
     """
     width, dtype = query_moments.shape[-1], query_moments.dtype
     moment, queries = moment.double(), query_moments.double()
