@@ -1,7 +1,7 @@
 """Nearness of a model to the original, on text that nothing was calibrated on.
 
-A language model is judged by its perplexity, a classifier by how often it gives the label that the
-original gives, a model without a head by the similarity of its embeddings to the original's.
+Language models are judged by perplexity, classifiers by agreement with the original's labels,
+models without a head by the similarity of their embeddings to the original's.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ All three run on probe inputs (``model.probes``). Beside the differences stands 
 far the logits move when the gates are shifted by one head. A proof whose control is as small as
 its differences would show nothing.
 
-What W_O of every attention module gives is compared as well, relative to its own largest value, and
-every module that is cut has a control of its own: a wrong cut of a module with small weights moves
-the logits by less than rounding does.
+Outputs of every W_O are compared as well, relative to their largest value. Every module that is cut
+has a control of its own: a wrong cut of small weights moves the logits by less than rounding.
 """
 
 from __future__ import annotations
@@ -323,7 +322,7 @@ class Expectation:
         return explained(self.dtype, self.rounding.modules.get(path, 0.0) * spare)
 
     def inconclusive(self, spare: float = 1.0) -> str | None:
-        """Say why a wrong cut would pass as well, also if rounding is amplified ``times``.
+        """Say why a wrong cut would pass as well, also if rounding is amplified ``spare`` times.
 
         At a module, its control is held against the tolerance. That of the outputs is held against
         rounding alone: one head of a thousand may move them by little, and the modules tell it.

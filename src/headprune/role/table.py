@@ -315,8 +315,8 @@ def copying(attn: Attended) -> Counted | None:
 
         share of tokens t of a run with argmax_u (W_U W_O W_V x_t)[u] = t, over its tokens u
 
-    x_t is the head's input at t; the mean over t of what it writes is taken off. Chance is one in
-    the tokens of the run. It says what a head writes and not where it looks, so it is an attribute.
+    x_t is the head's input at t; the mean over t of the head's output is taken off. Chance is one in
+    the tokens of the run. It tells a head's output, not its attention, so it is an attribute.
     Only models that predict the next token, and whose W_O writes what W_U reads, have it.
 
     Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits, and Olsson et
@@ -353,7 +353,7 @@ def first_token(attn: Attended) -> Counted:
 
         mean over queries from the fifth on of A[q, 0]
 
-    Many heads rest there where what they look for is missing, induction heads among them, so it is
+    Many heads rest there where their target is missing, induction heads among them, so it is
     an attribute.
 
     Source: Xiao et al. 2023, arXiv 2309.17453, section 3.1; they draw no line.

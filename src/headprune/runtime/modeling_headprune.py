@@ -736,8 +736,8 @@ class EmptyAttention(_Changed):
 def _keep_length(cache: Any, layer: Any, states: Any) -> Any:
     """Put a stub into a layer's own place in the cache: one head that is one number wide.
 
-    transformers reads the sequence length off the first layer and the sizes of masks off the first
-    of each type (full, sliding, chunked), and it crops and reorders them all.
+    transformers reads the sequence length off the first layer. It reads the sizes of masks off the
+    first of each type (full, sliding, chunked), and crops and reorders all layers.
 
     Returns:
         The length that the layer would attend to.

@@ -4,16 +4,15 @@ Starts from the closed form of ``tensors.lowrank`` and refines it by least squar
 text:
 
     K   queries and the shared keys, in turn, against the scores that the module itself would give,
-        each score weighted with the attention it gets; what all keys of a query have in common is
+        each score weighted with the attention it gets; a part common to all keys of a query is
         left out where softmax ignores it
     V   the shared values in closed form, from the reads of the new scores; then W_O against
         the original's outputs, by a ridge towards the closed form that held-out sequences choose
 
 No gradient steps: each half of K is a quadratic problem, and a few conjugate gradient steps into it
-carry over to other text. W_O, solved all the way, does not by itself: it has as many inputs as a
-few sequences have tokens. Where a norm stands between the projections and the scores, queries
-cannot absorb a map, and one of the group's own keys is taken, the one that disturbs the scores
-least.
+carry over to other text. W_O, solved all the way, needs the ridge: few sequences hold few more
+tokens than it has inputs. A norm between projections and scores keeps queries from absorbing a
+map. Then the group shares one of its own keys, the least disturbing.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def lowrank(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWe
     known = (*given, *activations.second_moments.values())
     if not all(bool(tensor.isfinite().all()) for tensor in known):
         raise DataError(
-            "An attention module has inputs or outputs on the calibration text that are not finite. Try "
+            "Inputs or outputs of an attention module on the calibration text are not finite. Try "
             "--config dtype=float32."
         )
     if context.linear:
