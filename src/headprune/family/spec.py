@@ -6,10 +6,9 @@ reads
 
     llama_like("gpt_oss", per_head={"sinks": "q"}),
 
-The registry-parametrised tests pick the row up, build a tiny random model from the family's config
-class, and prove gate = cut = reloaded, with a KV cache, with empty layers, and with a corrupted
-sibling that must fail. If they pass, the family is supported; ``headprune families markdown``
-prints its line for the documentation.
+The tests pick the row up and build a tiny random model from the family's config class. They prove
+gate = cut = reloaded, with a KV cache, with empty layers, and with a corrupted sibling that must
+fail. If they pass, the family is supported. ``headprune families markdown`` prints its line.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class Family:
         head_arguments: Arguments of the attention's forward that carry one entry per head of the
             original model, and the dimension of it; "batch" where batch and heads share the first.
         shares_position_bias: Whether the first module computes a position bias for all.
-        headless_output: What a forward without heads does with the output: "" returns it,
+        headless_output: Use of the output in a forward without heads: "" returns it,
             "residual" adds the argument of that name, anything else is the norm that takes
             input + output.
         query_heads_key: Config attribute for the number of query heads.
@@ -81,9 +80,9 @@ class Family:
         native_unless: Config attributes that make it impossible when they are truthy.
         fewer_kv_heads: Where fewer KV heads than query heads fit: "native" in the stock class,
             "runtime" in the class that travels with the result, or the reason why nowhere.
-        cached_width: Attributes of the attention module, joined by "+", that say how many numbers
-            one token leaves in the cache, where that is not K and V of every KV head.
-        expects_one_kv_per_query: True if the forward takes as many KV heads as query heads. Then
+        cached_width: Attributes of the attention module, joined by "+", with the numbers that one
+            token leaves in the cache; needed where these are not K and V of every KV head.
+        expects_one_kv_per_query: True if the forward takes one KV head per query head. Then
             fewer are repeated before it sees them (and cached once nevertheless).
         caches_query_heads: Config attribute under which K and V are cached for every query head.
         min_transformers: Lowest version of transformers whose classes look as the row says; None

@@ -3,7 +3,7 @@
     perplexity <= 25               absolute
     perplexity <= +2 %             change since the baseline
     accuracy >= -0.01              difference to the baseline: a sign, no percent
-    perplexity recovery >= 98 %    of the original's quality: 100 % is as good
+    perplexity recovery >= 98 %    of the original's quality
     perplexity <= 105 %            of the original's value
     kv_cache_bytes_per_token <= 50 %
     decode_tokens_per_s >= 120 %   of the original's speed, timed in the same run

@@ -20,7 +20,7 @@ _MOST = 6  # heads that a line names
 _KEY = (
     "Capital letters and = are roles; small ones are attributes, or roles that the interval leaves "
     f"open; {NOTHING} is neither. +: more heads are nearly over the line. score: the interval. "
-    "writes: norm of what the best one writes, relative to the residual."
+    "writes: norm of the best one's output, relative to the residual."
 )
 
 

@@ -4,8 +4,8 @@ Starts from the closed form of ``tensors.lowrank`` and refines it by least squar
 text:
 
     K   queries and the shared keys, in turn, against the scores that the module itself would give,
-        each score weighted with the attention it gets; a part common to all keys of a query is
-        left out where softmax ignores it
+        each score weighted with the attention it gets. A part common to all keys of a query is
+        left out where softmax ignores it.
     V   the shared values in closed form, from the reads of the new scores; then W_O against
         the original's outputs, by a ridge towards the closed form that held-out sequences choose
 
