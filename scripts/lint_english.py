@@ -8,10 +8,10 @@ The rules are data: scripts/english.yaml. A line that needs an exception ends in
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import sys
-import textwrap
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +81,7 @@ def violations(
             line = passage.line + prose[: match.start()].count("\n")
             yield f"{passage.path}:{line}: {match.group().strip()!r}: {rule['instead']}"
     limit = longest.get(passage.kind)
-    running = re.sub(r"^ {4,}\S.*$", "", textwrap.dedent(prose), flags=re.MULTILINE)  # no tables
+    running = re.sub(r"^ {4,}\S.*$", "", inspect.cleandoc(prose), flags=re.MULTILINE)  # no tables
     for sentence in re.split(r"(?<=[.!?:;])\s+|\n\s*\n", running) if limit else []:
         words = re.findall(r"[A-Za-z][\w'-]*", sentence)
         if limit and len(words) > limit:

@@ -64,8 +64,8 @@ class WordMarks:
     def words(self, ids: NDArray[np.int64]) -> list[tuple[int, int]]:
         """Return the ends of the words of a sequence.
 
-        A word at the cut end of the sequence does not count, nor one with a hyphen, an apostrophe,
-        digits or part of the bytes of a letter behind it.
+        A word at the cut end of the sequence does not count. Nor does one that continues with a
+        hyphen, an apostrophe, digits or part of a letter's bytes.
         """
         begins, letters, goes_on = self.begins[ids], self.letters[ids], self.goes_on[ids]
         words, start = [], -1

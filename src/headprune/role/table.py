@@ -232,9 +232,10 @@ def syntactic(attn: Attended) -> Counted:
         (words whose argmax is the related word) - (words where the usual offset is right),
         as a share of the words, per relation and direction
 
-    Attention to a word is the sum over its tokens, attention from it the mean. Left out are the word
-    itself, special tokens, punctuation and the root. Also left out are relations of fewer than a
-    hundred words, and in causal attention words after the query. It needs ``--trees`` and a fast tokenizer.
+    Attention to a word is the sum over its tokens, attention from it the mean. Left out are the
+    word itself, special tokens, punctuation and the root. Also left out are relations of fewer than
+    a hundred words, and in causal attention words after the query. It needs ``--trees`` and a fast
+    tokenizer.
 
     Source: Voita et al. 2019, arXiv 1905.09418, section 5.2, in points; Clark et al. 2019, arXiv
     1906.04341, section 4.2.
