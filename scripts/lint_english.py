@@ -8,6 +8,7 @@ The rules are data: scripts/english.yaml. A line that needs an exception ends in
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import sys
@@ -80,7 +81,8 @@ def violations(
             line = passage.line + prose[: match.start()].count("\n")
             yield f"{passage.path}:{line}: {match.group().strip()!r}: {rule['instead']}"
     limit = longest.get(passage.kind)
-    for sentence in re.split(r"(?<=[.!?:;])\s+|\n\s*\n", prose) if limit else []:
+    running = re.sub(r"^ {4,}\S.*$", "", inspect.cleandoc(prose), flags=re.MULTILINE)  # no tables
+    for sentence in re.split(r"(?<=[.!?:;])\s+|\n\s*\n", running) if limit else []:
         words = re.findall(r"[A-Za-z][\w'-]*", sentence)
         if limit and len(words) > limit:
             yield f"{passage.path}:{passage.line}: {len(words)} words: {' '.join(words[:8])} ..."

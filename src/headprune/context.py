@@ -51,8 +51,8 @@ class Context:
         step: Called with steps of the stage done, steps in all, and numbers to show beside them.
         whole: Called with parts of the whole job done, and parts in all.
         line: Called with a line that stays, and whether it tells of success or failure.
-        allowed: What a model may bring.
-        made_by: The command, for the record in what it writes; None where no command runs.
+        allowed: Permissions of a model.
+        made_by: The command, for the record; None where no command runs.
     """
 
     stage: Callable[[str], None] = lambda stage: None
@@ -69,5 +69,5 @@ class Context:
             self.step(number, len(items))
 
     def unheard(self) -> Context:
-        """The same without anyone who is told."""
+        """Return the same without progress."""
         return Context(allowed=self.allowed, made_by=self.made_by)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 AUTO, CPU = "auto", "cpu"
-# of x86, one of which multiplies matrices of a type about as fast as of float32, or faster
+# of x86: each multiplies matrices of a type about as fast as of float32, or faster
 _INSTRUCTIONS = {
     "bfloat16": ("avx512_f", "avx512_bf16", "amx_bf16", "avx_ne_convert"),
     "float16": ("avx512_fp16", "amx_fp16"),
@@ -77,13 +77,13 @@ def chosen() -> torch.device:
 
 
 def asked() -> str | None:
-    """What to ask for to have the device of the command; None where "auto" finds the same."""
+    """Return the ``--device`` of the command's device; None where "auto" finds the same."""
     device = chosen()
     return None if device == _found(AUTO) else str(device)
 
 
 def computes_bfloat16() -> bool:
-    """Whether the device multiplies bfloat16 matrices by itself, several times as fast as others.
+    """Return whether the device multiplies bfloat16 matrices by itself, several times as fast.
 
     Others emulate it, and are slower with it than with float32.
     """
@@ -97,7 +97,7 @@ def computes_bfloat16() -> bool:
 
 
 def emulates(dtype: str) -> bool:
-    """Whether the device is known to multiply matrices of a type far slower than of float32."""
+    """Return whether the device is known to multiply matrices of a type far slower than float32."""
     if chosen().type != CPU:
         return False
     known = _capabilities()
@@ -106,7 +106,7 @@ def emulates(dtype: str) -> bool:
 
 
 def _capabilities() -> Mapping[str, bool]:
-    """What the CPU can do, by name; of older torch it is not known."""
+    """Return the abilities of the CPU, by name; unknown in older torch."""
     import torch
 
     known: Mapping[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
@@ -129,7 +129,7 @@ def remark(line: str) -> None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a device has no memory left."""
+    """Return whether an error says that a device has no memory left."""
     # MPS, the CUDA driver and cuBLAS have no class for it; torch's is not imported for --help
     words = ("backend out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     told = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
@@ -137,13 +137,13 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def itself_failed(error: BaseException) -> bool:
-    """Whether an accelerator stopped in the middle of its work; what it held is lost then."""
+    """Return whether an accelerator stopped in the middle of its work; its data is lost then."""
     told = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
     return isinstance(error, RuntimeError) and told and not out_of_memory(error)
 
 
 def gave_out(error: BaseException) -> bool:
-    """Whether the machine is to blame, by its memory or its device, and not what was worked on."""
+    """Return whether the machine is to blame, by its memory or its device, and not the input."""
     return isinstance(error, MemoryError) or out_of_memory(error) or itself_failed(error)
 
 

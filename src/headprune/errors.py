@@ -1,6 +1,6 @@
 """Errors that a user can act on.
 
-Every message says what was asked, what was found and what to do. The command line prints the
+Every message says the setting, the finding and the remedy. The command line prints the
 message and exits with ``exit_code``; a traceback is kept for bugs of headprune itself.
 """
 
@@ -18,7 +18,7 @@ class FamilyError(HeadpruneError):
 
 
 class PlanError(HeadpruneError):
-    """A plan does not fit the model, or what it asks for cannot be saved."""
+    """A plan does not fit the model, or its goal cannot be saved."""
 
 
 class DataError(HeadpruneError):
@@ -36,19 +36,19 @@ class TrainingError(HeadpruneError):
 
 
 class Interrupted(HeadpruneError):
-    """The user stopped a training; it can go on from its last checkpoint."""
+    """The user stopped a training; it can resume from its last checkpoint."""
 
     exit_code = 130
 
 
 class ProofError(HeadpruneError):
-    """The cut model does not compute what the gated original computes; nothing was written."""
+    """The cut model does not compute as the gated original; nothing was written."""
 
     exit_code = 1
 
 
 class HeadpruneWarning(UserWarning):
-    """Something of the input is left out or likely not meant, and the command goes on.
+    """Something of the input is left out or likely a mistake; the command continues.
 
     The command line shows it as a ``warning:``; in Python it is one like any other.
     """

@@ -1,4 +1,4 @@
-"""How much memory a process may still take, of the host and of a device."""
+"""Memory that a process may still take, of the host and of a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a model is in memory at once: all of it, or one layer; chosen by ``placement``.
+"""The part of a model in memory at once: all of it, or one layer; chosen by ``placement``.
 
 Of several processes each may hold a part of every layer (``--shard``).
 """
@@ -14,11 +14,11 @@ from enum import Enum
 from headprune import devices
 from headprune.memory import available, on_device
 
-ROOM = 1.25  # times the weights, for what they compute
+ROOM = 1.25  # times the weights, with room for their computations
 
 
 class Placement(str, Enum):
-    """How much of a model is in memory at once."""
+    """The part of a model in memory at once."""
 
     AUTO = "auto"
     WHOLE = "whole"
@@ -72,7 +72,7 @@ def sharding(asked: bool) -> Iterator[None]:
 
 
 def in_shards() -> bool:
-    """Whether models are to be split over the processes."""
+    """Return whether models are to be split over the processes."""
     return _SHARDS.get()
 
 
@@ -86,7 +86,7 @@ def room() -> dict[str, int]:
 
 
 def too_large(weights: int) -> str | None:
-    """Where a model does not fit as a whole by the rule of "auto"; None where it does.
+    """Name the place where a model does not fit as a whole by "auto"; None where it fits.
 
     Args:
         weights: Bytes of its weights, in the element type that it computes in.
@@ -95,7 +95,7 @@ def too_large(weights: int) -> str | None:
 
 
 def by_layers(weights: int) -> bool:
-    """Whether a model is to be run layer by layer; says so.
+    """Return whether a model is to be run layer by layer; says so.
 
     Args:
         weights: Bytes of its weights, in the element type that it computes in.

@@ -40,7 +40,7 @@ def rank() -> int:
 
 
 def is_main() -> bool:
-    """Whether this process writes and prints."""
+    """Return whether this process writes and prints."""
     return rank() == 0
 
 
@@ -132,7 +132,7 @@ def gathered(value: Result) -> list[Result]:
 
 
 def on_cpu() -> bool:
-    """Whether several processes train on CPUs; accelerate needs to know."""
+    """Return whether several processes train on CPUs; accelerate needs to know."""
     if count() == 1:
         return False
     return devices.chosen().type == "cpu"
@@ -145,7 +145,7 @@ def join() -> None:
 
 
 def lost(error: BaseException) -> bool:
-    """Whether an error is the loss of another process."""
+    """Return whether an error is the loss of another process."""
     # gloo has no class of its own for it; torch's is not imported for --help
     by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     return by_gloo or any(kind.__name__ == "DistError" for kind in type(error).__mro__)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def assert_no_regression() -> Callable[..., CheckReport]:
     """A function: ``assert_no_regression(model, baseline, *limits, **settings)``.
 
-    Limits default to those that the baseline was made with, data and settings to the baseline's.
-    ``settings`` are those of ``headprune.config.CheckConfig``. Fails with one line per limit
+    Limits default to the baseline's, data and settings too.
+    ``settings`` are fields of ``headprune.config.CheckConfig``. Fails with one line per limit
     that is broken or cannot be decided; returns the report.
     """
     return _assert_no_regression

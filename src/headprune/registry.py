@@ -22,7 +22,7 @@ class Registry(Mapping[str, T], Generic[T]):
     """A read-mostly name-to-entry table with helpful errors.
 
     Args:
-        kind: What an entry is, for messages: "family", "criterion".
+        kind: Kind of entry, for messages: "family", "criterion".
         error: The error to raise for an unknown name.
         listed_by: The command that lists the entries, where there are too many for a message.
         package: The package that adds the entries when it is imported, which waits until the first
@@ -71,7 +71,7 @@ class Registry(Mapping[str, T], Generic[T]):
         )
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._all()  # files hold what is no name
+        return isinstance(name, str) and name in self._all()  # files hold other types
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all())

@@ -33,7 +33,7 @@ class Run:
 
     Attributes:
         folder: Its folder; a config.yaml in it says that there is a run.
-        settings: What it is started with.
+        settings: Its settings.
     """
 
     folder: Path
@@ -107,7 +107,7 @@ class Run:
         return max(left, key=lambda path: int(path.name.split("-")[1]), default=None)
 
     def remove(self) -> None:
-        """Remove the run, its settings first: what a kill leaves of it is no run."""
+        """Remove the run, its settings first: the rest of a killed removal is no run."""
         with suppress(OSError):
             (self.folder / CONFIG).unlink(missing_ok=True)
             (self.folder / HISTORY).unlink(missing_ok=True)
@@ -138,8 +138,8 @@ def claimed_run(output: Path, run: Run, inputs: Sequence[Any], rerun: Resuming) 
     Args:
         output: Folder of the finished training.
         run: The training.
-        inputs: What it reads.
-        rerun: Whether an output is replaced, or a run resumed.
+        inputs: Its input.
+        rerun: Replace an output, or resume a run.
 
     Raises:
         CheckpointError: If the output may not be written, or the run not be begun or resumed.

@@ -87,8 +87,8 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
     """Trainer whose checkpoints hold the trained tensors, also of a model in shards.
 
     Args:
-        model: What is trained.
-        remedies: Advice where a number is not finite: if nothing was trained yet, and else.
+        model: The trained model.
+        remedies: Advice where a number is not finite: before any step, and later.
 
     Attributes:
         last_loss: Loss of the last step.
@@ -235,7 +235,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
 
 
 def _as_part_of(weight: Tensor, moment: Tensor) -> Tensor:
-    """Return the moment of a weight in shards, of which this process has its part."""
+    """Return this process's part of the moment of a weight in shards."""
     if not isinstance(weight, DTensor) or not moment.dim():
         return moment
     part = moment.to(weight.to_local().device)
@@ -281,11 +281,11 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self.interrupted = False
 
     def record(self, state: TrainerState) -> dict[str, Any]:
-        """Return what the history keeps of the step."""
+        """Return the entry of the step in the history."""
         return {"step": state.global_step, "steps": state.max_steps, "loss": self.trainer.last_loss}
 
     def numbers(self, record: Mapping[str, Any]) -> str:
-        """Return what a progress bar shows of it."""
+        """Return the text of the step in a progress bar."""
         return f"loss {record['loss']:.4f}"
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -88,12 +88,12 @@ def values_of(annotation: Any) -> list[str]:
 
 
 def is_several(annotation: Any) -> bool:
-    """Whether an option may be repeated."""
+    """Return whether an option may be repeated."""
     return any(get_origin(kind) not in (None, Literal) for kind in kinds(annotation))
 
 
 def metavar_of(parameter: inspect.Parameter, info: OptionInfo | ArgumentInfo) -> str:
-    """What stands for a value in the help."""
+    """Return the placeholder of a value in the help."""
     kind = kinds(parameter.annotation)[0]
     return info.metavar or "|".join(values_of(parameter.annotation)) or _METAVARS.get(kind, "TEXT")
 
@@ -174,7 +174,7 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 def _use_settings(context: typer.Context, command: Command, given: list[str]) -> None:
-    """Use settings for what the command line leaves open; typer need not read them."""
+    """Use settings for options that the command line leaves open; typer need not read them."""
     settings: dict[str, Any] = {}
     for each in given:
         name, equals, value = each.partition("=")

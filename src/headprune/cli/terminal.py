@@ -1,4 +1,4 @@
-"""What all commands share at the terminal: consoles, progress, errors, silence."""
+"""The terminal of all commands: consoles, progress, errors, silence."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class _Line:
         self._out = ""
 
     def then(self, text: str) -> str:
-        """What is to be written for the text that comes next."""
+        """Return the text to write next, made harmless."""
         shown = inert(self._out + text)
         new, self._out = shown[len(self._out) :], shown.rpartition("\n")[2]
         return new
 
 
 class _Console(Console):
-    """Shows what was read from files as text, never as commands to a terminal or a CI runner."""
+    """Show text of files as text, never as commands to a terminal or a CI runner."""
 
     @property
     def file(self) -> IO[str]:
-        """Where it writes: below ``_Stream``, also while a progress bar has put a stream above."""
+        """The file below ``_Stream``, also while a progress bar has put a stream above."""
         stream: Any = super().file
         return cast(IO[str], getattr(stream, "rich_proxied_file", stream))
 
@@ -75,13 +75,13 @@ class _Console(Console):
             yield segment if segment.control else segment._replace(text=line.then(segment.text))
 
     def on_broken_pipe(self) -> None:
-        """Goes on in silence, as ``_as_far_as_read``."""
+        """Continue in silence, as ``_as_far_as_read``."""
         self.quiet = True
         _drop(self.file)
 
 
 class _Stream:
-    """A standard stream for libraries: what they print, log and warn of is text as well."""
+    """A standard stream for libraries: their prints, logs and warnings are text as well."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream  # rich's name for where consoles write
@@ -117,7 +117,7 @@ def quiet_libraries() -> None:
 
 
 class _Far(ProgressColumn):
-    """How far a command is: a part of the bar, or of a line where there is no terminal."""
+    """Progress of a command: a part of the bar, or of a line where there is no terminal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _Far(ProgressColumn):
         self.stage("starting")
 
     def stage(self, what: str) -> None:
-        """Begin a stage, of which nothing is known yet."""
+        """Begin a stage without known steps."""
         self.what, self.began = what, time.monotonic()
         self.step(0, 0)
 
@@ -141,7 +141,7 @@ class _Far(ProgressColumn):
         self.parts = done, total
 
     def said(self) -> str:
-        """Return what is done, for how long this stage has run, and what is left."""
+        """Return steps done, time of this stage, and time left."""
         now = time.monotonic()
         told = [f"{self.done}/{self.total}"] if self.total else []
         told.append(_duration(now - self.began))
@@ -203,7 +203,7 @@ def bar() -> Iterator[Context]:
 
         def step(done: int, total: int, numbers: str = "") -> None:
             far.step(done, total, numbers)
-            # a stage whose steps are done may go on: the bar then moves without an end
+            # a stage may continue after its last step: the bar then moves without an end
             known = total if done < total else None
             progress.update(task, completed=done, total=known)
 
@@ -212,7 +212,7 @@ def bar() -> Iterator[Context]:
 
 @contextmanager
 def context() -> Iterator[Context]:
-    """What a command runs in, at a terminal."""
+    """Yield the context of a command at a terminal."""
     with bar() as shown:
 
         def line(text: str, good: bool | None = None) -> None:
@@ -223,7 +223,7 @@ def context() -> Iterator[Context]:
 
 
 def warn(sentences: Iterable[str]) -> None:
-    """Says what was asked for and is likely not meant; on stderr, so that --json stays JSON."""
+    """Warn on stderr, so that --json stays JSON."""
     for each in sentences:
         err.print(f"[yellow]warning:[/] {_escaped(sentence(each, 800))}", soft_wrap=True)
 
@@ -257,7 +257,7 @@ def run(command: Callable[[], None]) -> None:
         with _one_reports(), _interrupts_noted(), _made_safe():
             command()
     except SystemExit as end:
-        # the page of --help, of which nobody reads the rest: rich ends with 1
+        # the page of --help in a closed pipe: rich ends with 1
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         sys.exit(0)
@@ -268,20 +268,20 @@ def run(command: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         _last("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
         sys.exit(_STOPPED)
-    except MemoryError:  # of the host; that of a device is told where its command runs
+    except MemoryError:  # of the host; a device's is reported by its command
         _last(
             "[bold red]error:[/] out of memory; try a smaller --batch-size or --seq-len, "
             "or --config gradient_checkpointing=true."
         )
         sys.exit(2)
-    except Exception as error:  # a full disk, which is told, or a bug, which goes on
+    except Exception as error:  # a full disk is reported; a bug is raised
         if of_full_disk(error):
             _last(
-                "[bold red]error:[/] a disk is full: that of the output if it goes to a file, or "
-                f"that of temporary files ({_escaped(str(error))})."
+                "[bold red]error:[/] a disk is full: the output's if it goes to a file, or "
+                f"the one of temporary files ({_escaped(str(error))})."
             )
             sys.exit(2)
-        sys.excepthook = _unexpected  # without markup of what it quotes; typer has its own there
+        sys.excepthook = _unexpected  # without markup in quoted text; typer has its own there
         raise
 
 

@@ -21,7 +21,7 @@ def _show(console: Console, result: AttentionPicture, values: Mapping[str, Any])
 
     count = sum(len(layer.heads) for layer in result.sentence.layers)
     console.print(
-        f"{count} heads, of which {', '.join(result.heads)} shown first. Written to "
+        f"{count} heads; shown first: {', '.join(result.heads)}. Written to "
         f"{escape(str(values['output']))}."
     )
 

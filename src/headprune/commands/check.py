@@ -187,7 +187,7 @@ def _never_one(context: Context) -> Iterator[None]:
 
 @contextmanager
 def _files(config: CheckConfig, output: Path | None, junit: Path | None) -> Iterator[None]:
-    """Reserve the files; after an error, have that of JUnit say so, as an old one would mislead."""
+    """Reserve the files; after an error, the JUnit file says so, as an old one would mislead."""
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import CHECK, JUNIT
     from headprune.io.writing import write_whole

@@ -101,7 +101,7 @@ class Command:
         return {name: p for name, p in _parameters(self.run).items() if name != "context"}
 
     def options(self) -> dict[str, tuple[inspect.Parameter, OptionInfo | ArgumentInfo]]:
-        """The parameters that are options or arguments, with what typer is told of them."""
+        """The parameters that are options or arguments, with typer's declaration of each."""
         return {
             name: (parameter, each)
             for name, parameter in self.parameters().items()
@@ -230,7 +230,7 @@ def _surroundings(command: Command, values: Values, context: Context) -> Iterato
     ):
         try:
             yield replace(context, stage=stage)
-        except Exception as error:  # a device fails with several kinds; others go on
+        except Exception as error:  # a device fails with several kinds; others are raised
             if devices.itself_failed(error):
                 # the place says where to look if it is no chance
                 context.line("".join(traceback.format_exception(error)).rstrip())

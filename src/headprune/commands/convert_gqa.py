@@ -77,7 +77,7 @@ def convert_gqa(
     calibrate: Annotated[
         str | Path,
         BeforeValidator(possible_place),
-        o.option("Text that shows what the heads do, as --data elsewhere.", metavar="DATA"),
+        o.option("Text to calibrate merges on, as --data elsewhere.", metavar="DATA"),
     ]
     | None = None,
     merge: Annotated[str, o.option("mean, procrustes or lowrank (default with --calibrate).")]

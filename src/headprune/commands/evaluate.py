@@ -90,7 +90,7 @@ def evaluate(
         seed=seed,
     )
     if card:
-        read_manifest(Path(model))  # refuses early what is no result
+        read_manifest(Path(model))  # refuses a folder without a manifest early
     texts = domains(data)
     output = None if output is None else Path(output)
     context.stage("evaluating")

@@ -28,7 +28,7 @@ def inspect(
     trust_remote_code: o.TrustRemoteCode = False,
     context: Context = Context(),
 ) -> Inspection:
-    """Show a model's attention: heads, head_dim, parameters, KV cache, and what a cut saves."""
+    """Show a model's attention: heads, head_dim, parameters, KV cache, and savings of a cut."""
     from headprune.model.inspection import inspect
 
     return inspect(model, context.allowed)

@@ -31,7 +31,7 @@ def argument(metavar: str, help: str) -> Any:
 
 File = Annotated[Path | str, _PATH]
 
-# ---- what a command works on, and what it writes
+# ---- input and output
 Model = Annotated[str | Path, _PLACE, argument("MODEL", "A model folder or a hub id.")]
 Output = Annotated[Path | str, _PATH, argument("OUTPUT", "The folder to write.")]
 Against = Annotated[str | Path, _PLACE, option("The original model, to compare with.")]
@@ -70,7 +70,7 @@ MaxKvBytes = Annotated[values.Amount, option("Bytes of KV cache per token, at mo
 MinSpeedup = Annotated[values.Speedup, option("Speed of prefill over the original's, at least.")]
 Unit = Annotated[
     Literal["head", "kv-group", "query-slot"],
-    option("What is removed as one piece. Default: head for MHA, kv-group for GQA."),
+    option("Unit of removal. Default: head for MHA, kv-group for GQA."),
 ]
 Engine = Literal["llama.cpp", "vllm", "onnx", "openvino", "anywhere"]
 Engines = Annotated[

@@ -108,7 +108,7 @@ def prune(
     refit: Annotated[
         str | Path,
         BeforeValidator(possible_place),
-        o.option("Text to refit W_O on, or none. Default: that of the scores.", metavar="DATA"),
+        o.option("Text to refit W_O on, or none. Default: the text of the scores.", metavar="DATA"),
     ]
     | None = None,
     layout: Annotated[
@@ -219,7 +219,7 @@ def _refit(
     keep: float | None,
     context: Context,
 ) -> tuple[DataConfig | None, CalibrationConfig]:
-    """The text of a refit: the one given, or that of scores that reckon with a refit."""
+    """Return the text of a refit: from the call, or of scores that assume a refit."""
     usual = CalibrationConfig()
     whole = keep == 1 and isinstance(keep, float)
     if refit is not None or scores is None or whole:

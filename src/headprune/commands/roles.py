@@ -35,7 +35,7 @@ def roles(
     data: o.Data,
     sequences: Annotated[Few, o.option("Sequences of the text, and of random tokens.")] = 64,
     ablation_tokens: Annotated[
-        Amount, o.option("Also ablate every head, on so many tokens (2048 will do).")
+        Amount, o.option("Also ablate every head, on N tokens (2048 will do).")
     ] = 0,
     trees: Annotated[
         str | Path,
@@ -81,7 +81,7 @@ def roles(
         seed=seed,
     )
     if card:
-        read_manifest(Path(model))  # refuses early what is no result
+        read_manifest(Path(model))  # refuses a folder without a manifest early
     source = data_config(data, text_column, label_column)
     original = None if against is None else str(against)
     record = roles(str(model), Path(output), source, config, original, overwrite, context)

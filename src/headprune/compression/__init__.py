@@ -1,1 +1,1 @@
-"""The whole job: candidates, judged on held-out text, of which the best is taken."""
+"""The whole job: candidates, judged on held-out text; the best is written."""

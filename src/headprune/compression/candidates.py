@@ -1,4 +1,4 @@
-"""The candidates, one row each: ways to meet a goal, of which the best is taken."""
+"""The candidates, one row each: ways to meet a goal."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Job:
 
 
 def is_its_own(error: Exception) -> bool:
-    """Whether what cannot be made fails alone: others may take less memory, or need less."""
+    """Return whether others may succeed: they may take less memory, or need less."""
     own = isinstance(error, PlanError | DataError | ProofError)
     return own or devices.out_of_memory(error)
 
@@ -93,10 +93,10 @@ def _filled(make: Callable[[int], Made]) -> Made:
 
 
 class Maker(Protocol):
-    """How a candidate is made."""
+    """A way to make a candidate."""
 
     def applies(self, goal: SizeGoal) -> bool:
-        """Whether it can meet a goal."""
+        """Return whether it can meet a goal."""
 
     def make(self, job: Job, context: Context) -> Proposal:
         """Return the edit."""
@@ -107,8 +107,8 @@ class RemoveHeads:
     """Heads are removed.
 
     Attributes:
-        unit: What is removed as one piece.
-        criterion: What chooses.
+        unit: Unit of removal.
+        criterion: Criterion of the choice.
         refit: Whether W_O makes up for it.
     """
 
@@ -117,7 +117,7 @@ class RemoveHeads:
     refit: bool
 
     def applies(self, goal: SizeGoal) -> bool:
-        """Where it removes what the goal counts."""
+        """Return whether the goal counts this unit."""
         return self.unit in goal.units
 
     def make(self, job: Job, context: Context) -> Proposal:
@@ -145,7 +145,7 @@ class ShareKvHeads:
     """KV heads are merged or removed, in every layer as costs least."""
 
     def applies(self, goal: SizeGoal) -> bool:
-        """Where fewer KV heads meet the goal."""
+        """Return whether fewer KV heads meet the goal."""
         return goal.kv_share is not None
 
     def make(self, job: Job, context: Context) -> Proposal:
@@ -165,8 +165,8 @@ class Candidate:
     """A row of the table.
 
     Attributes:
-        name: What it is called.
-        way: How it is made.
+        name: Its name.
+        way: Its maker.
     """
 
     name: str

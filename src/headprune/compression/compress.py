@@ -52,8 +52,8 @@ from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
 
 _OF_RUNNING_TEXT = ("causal-lm", "masked-lm")  # cut into sequences
-_SEQUENCES = 8  # at least: one of eight chooses the ridge of what is fitted to the others
-_JUDGED = 512  # tokens of a sequence that is judged on: of longer ones there would be too few
+_SEQUENCES = 8  # at least: one of eight chooses the ridge of fits to the others
+_JUDGED = 512  # tokens of a judged sequence: of longer ones there would be too few
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Compressed:
 
     Attributes:
         pruned: The result, as of every command that cuts.
-        choice: What it was chosen among.
-        unseen_beyond: Tokens of the longest context that was looked at, where the model reads
+        choice: The candidates, and the choice among them.
+        unseen_beyond: Tokens of the longest measured context, where the model reads
             longer ones and generates.
     """
 
@@ -80,12 +80,12 @@ class Compressed:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a compression would do.
+    """A compression, before the work.
 
     Attributes:
         goal: What may stay.
-        texts: What is learnt from, and in a part that is held out judged on.
-        candidates: What would be made and measured.
+        texts: Texts to fit to, and in a held-out part to judge on.
+        candidates: Names of the candidates.
         heal_steps: How long the best would be healed; None for not at all.
     """
 
@@ -118,13 +118,13 @@ def compress(
         model: Folder or hub id.
         output: Folder to write; it appears whole or not at all. None for an outline alone.
         config: What may stay, and how it is chosen.
-        data: Texts by name, mixed in equal parts; none for those that ship with headprune.
+        data: Texts by name, mixed in equal parts; none for the texts that ship with headprune.
         overwrite: Replace an existing output.
-        context: What it runs in.
+        context: Progress and permissions.
 
     Raises:
         HeadpruneError: If model, goal and text do not fit together.
-        ProofError: If the result does not compute what it should.
+        ProofError: If the result does not compute as it should.
     """
     data = data or {}
     for each in data.values():
@@ -175,7 +175,7 @@ class _Compression:
         self.parts = len(self.candidates) + (config.heal_steps is not None)
 
     def outline(self) -> Outline:
-        """What would be done."""
+        """Return the outline."""
         return Outline(
             goal=self.goal.said,
             texts=tuple(text.name for text in self.texts.fit),
@@ -310,7 +310,7 @@ class _Compression:
             raise Interrupted(
                 "Stopped while healing; nothing was written, and compress starts anew."
             ) from None
-        except Exception as error:  # memory and disk run out in several kinds; others go on
+        except Exception as error:  # memory and disk run out in several kinds; others are raised
             if not isinstance(error, HeadpruneError) and _machine_ran_out(error) is None:
                 raise
             selection.failed[name] = _why(error)
@@ -319,10 +319,10 @@ class _Compression:
 
 
 def _machine_ran_out(error: Exception) -> str | None:
-    """What the machine had too little of, in a sentence; None if that was not the reason."""
+    """Say in a sentence whether memory or disk ran out; None for another reason."""
     if devices.out_of_memory(error):
         return f"{devices.chosen()} ran out of memory."
-    # what a training says of a full disk is raised from that, and tells to resume the training
+    # a training raises its error from the full disk, and advises to resume
     causes = (error, error.__context__)
     full = any(isinstance(each, Exception) and of_full_disk(each) for each in causes)
     return "The disk is full." if full else None
@@ -334,7 +334,7 @@ def _why(error: Exception) -> str:
 
 
 def _name(candidate: Candidate, proposal: Proposal) -> str:
-    """What a candidate is called, now that it is known whether its refit helped."""
+    """Return the name of a candidate, once it is known whether its refit helped."""
     done = proposal.changes.done
     left_out = isinstance(done, Pruning) and done.refit_left_out is not None
     return f"{candidate.name} (left out)" if left_out else candidate.name

@@ -1,4 +1,4 @@
-"""What a compression saves, and what that leaves room for."""
+"""Goals of a compression, and the budgets that they leave."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headprune.tensors.units import Unit
 
 @dataclass(frozen=True)
 class SizeGoal:
-    """What may stay.
+    """The size to reach.
 
     Attributes:
         said: In a line.
@@ -112,7 +112,7 @@ def _refuse_out_of_reach(name: str, asked: int, least: float, present: float) ->
 def _mergeable(prices: Prices, max_kv_bytes: int) -> int:
     """The KV heads that a merge may leave, which keeps one at least in every module.
 
-    0 where it cannot tell: a merge counts heads, and those of some modules cost more than others'.
+    0 where it cannot tell: a merge counts heads, whose costs differ between modules.
     """
     per_head = {price.kv_head for price in prices.modules}
     if len(per_head) > 1 or not min(per_head):

@@ -1,7 +1,7 @@
-"""How near a model comes to the original on text that nothing was calibrated on.
+"""Nearness of a model to the original, on text that nothing was calibrated on.
 
-A language model is judged by its perplexity, a classifier by how often it gives the label that the
-original gives, a model without a head by the similarity of its embeddings to the original's.
+Language models are judged by perplexity, classifiers by agreement with the original's labels,
+models without a head by the similarity of their embeddings to the original's.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Measure:
-    """What a kind of model is judged by: a weighted mean over sequences.
+    """The measure of a kind of model: a weighted mean over sequences.
 
     Attributes:
-        name: What the number says.
+        name: Name of the number.
         higher_is_better: Its direction; the original itself has 1.
-        rows: A sum and a weight of every sequence, of what the model and the original gave; see
+        rows: A sum and a weight of every sequence, from the outputs of model and original; see
             ``HeldOut.outputs``.
         scale: Makes the number of the mean.
     """
@@ -65,7 +65,7 @@ def _each(values: Floats) -> Floats:
 
 
 def _errors(model: Floats, original: Floats) -> Floats:
-    """Squared errors, and what those of the original's mean would be."""
+    """Squared errors, and the squared errors of the original's mean."""
     spread = original - original.mean(0)
     return np.stack([((model - original) ** 2).sum(1), (spread**2).sum(1)], axis=1)
 
@@ -145,7 +145,7 @@ class HeldOut:
         return outputs
 
     def compared(self, model: Outputs, original: Outputs, reports: bool) -> dict[str, Floats]:
-        """How near a model comes to the original, sequence by sequence; see ``Measure.rows``.
+        """Compare a model with the original, sequence by sequence; see ``Measure.rows``.
 
         Args:
             model: Outputs of a model.
@@ -227,7 +227,7 @@ def _refuse_few(rows: Mapping[Part, Dataset]) -> None:
 
 
 def _some(rows: Dataset, tokens: int) -> Dataset:
-    """Rows from all over a text, evenly, with about so many tokens."""
+    """Return rows from all over a text, evenly, with about ``tokens`` tokens."""
     mean = sum(map(len, rows["input_ids"])) / len(rows)
     count = min(len(rows), max(1, round(tokens / mean)))
     return rows.select(evenly(len(rows), count))

@@ -1,4 +1,4 @@
-"""Which of several models comes nearest to the original on held-out text."""
+"""Choice of the model nearest to the original on held-out text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Selection:
 
     Args:
         held_out: The text that they are measured on.
-        seed: Seed of what is random.
+        seed: Seed of all draws.
         progress: Called with sequences done and sequences in all.
         goal: What may stay.
     """
@@ -143,10 +143,10 @@ class Selection:
 
 
 def lead(measure: Measure, first: Floats, second: Floats) -> tuple[float, float] | None:
-    """How much better one model is than another, as an interval over the held-out sequences.
+    """Return the lead of one model over another, as an interval over held-out sequences.
 
     Args:
-        measure: What they are judged by.
+        measure: Their measure.
         first: Rows of the one, (sequences, 2), as of ``Measure.rows``.
         second: Rows of the other, of the same sequences.
 

@@ -1,4 +1,4 @@
-"""Where examples come from, and how much of them is read."""
+"""Source and amount of examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headprune.config.values import Dtype, Few, Length, Place, Seed, Tokens
 
 
 class DataConfig(Settings):
-    """Where examples come from: a file, a folder or a hub id.
+    """Source of examples: a file, a folder or a hub id.
 
     Attributes:
         text_column: Column with the text; two, comma-separated, for pairs.
@@ -28,7 +28,7 @@ class DataConfig(Settings):
 
     @property
     def pairs(self) -> bool:
-        """Whether examples are two texts each."""
+        """True if examples are two texts each."""
         return "," in (self.text_column or "")
 
 
@@ -56,7 +56,7 @@ class Domain(Settings):
 
 
 def data_configs(domains: Sequence[Domain], shared: DataConfig) -> dict[str, DataConfig]:
-    """Return the data of domains; ``shared`` says what they leave open."""
+    """Return the data of domains; ``shared`` fills their gaps."""
     return {
         each.name: data_config(
             each.source,
@@ -122,7 +122,7 @@ def sequences_per_pass(batch_size: int, length: int) -> int:
 
 
 class CalibrationConfig(Settings):
-    """How much of the data is read; ``dtype`` is that of the computation."""
+    """Amount of data to read; ``dtype`` is the element type of the computation."""
 
     calibration_tokens: Tokens = 16_384
     seq_len: Length = 512

@@ -1,4 +1,4 @@
-"""Settings of the stages. Bounds are those of the types; expert settings have their default."""
+"""Settings of the stages. Types hold the bounds; expert settings have defaults."""
 
 from __future__ import annotations
 
@@ -77,26 +77,26 @@ class ProofOption(str, Enum):
     """Proof of a result."""
 
     AUTO = "auto"  # outputs where the model fits into memory, else tensors
-    OUTPUTS = "outputs"  # the result computes what the gated original computes
-    TENSORS = "tensors"  # every tensor of the result holds the slices of the original
+    OUTPUTS = "outputs"  # compare outputs after reloading
+    TENSORS = "tensors"  # compare stored tensors without running
 
 
 class Grouping(str, Enum):
     """KV heads that share."""
 
     ADJACENT = "adjacent"  # neighbours
-    SIMILAR = "similar"  # those that lose least by it
+    SIMILAR = "similar"  # the least lossy groups
 
 
 class Resuming(Settings):
-    """Whether an output is replaced, or a training resumed."""
+    """Replace an output, or resume a training."""
 
     overwrite: bool = False
     resume: bool = False
 
 
 class Writing(Settings):
-    """How a result is written and proven."""
+    """Settings of writing and proof."""
 
     overwrite: bool = False
     out_dtype: Dtype = Dtype.AUTO
@@ -113,7 +113,7 @@ class ScoreConfig(CalibrationConfig):
 
 
 class BudgetConfig(Settings):
-    """What a plan may keep: at least one of ``keep`` and the three limits."""
+    """Budget of a plan: at least one of ``keep`` and the three limits."""
 
     targets: Targets = ()
     keep: Kept | None = None
@@ -142,7 +142,7 @@ class PlanConfig(BudgetConfig):
 
 
 class ConvertConfig(Settings):
-    """How KV heads are merged."""
+    """Settings of a merge of KV heads."""
 
     targets: Targets = ()
     attention: Names = ()
@@ -163,7 +163,7 @@ class ConvertConfig(Settings):
 
 
 class CompressConfig(CalibrationConfig):
-    """What may stay, and how it is chosen."""
+    """Budget and settings of a compression."""
 
     targets: Targets = ()
     keep: Share | None = None
@@ -172,7 +172,7 @@ class CompressConfig(CalibrationConfig):
     max_kv_bytes: Amount | None = None
     min_speedup: Speedup | None = None
     heal_steps: Steps | None = None
-    # 512 would do for perplexity, and loses what is far back in a context (docs/benchmarks/gqa)
+    # 512 suffices for perplexity, but loses facts far back in a context (docs/benchmarks/gqa)
     seq_len: Length = 2_048
     held_out_tokens: Count = 16_384
     out_dtype: Dtype = Dtype.AUTO
@@ -203,7 +203,7 @@ class Train(str, Enum):
 
 
 class Method(str, Enum):
-    """How training chooses the heads that go."""
+    """Method of choosing the heads that go."""
 
     AUTO = "auto"
     REFIT = "refit"  # by scores, before any step; W_O is refitted, and factors are trained
@@ -221,7 +221,7 @@ OF_L0 = (
 
 
 class TrainGatesConfig(Settings):
-    """How gates are trained."""
+    """Settings of gate training."""
 
     attention: Names = ()
     unit: Unit | None = None
@@ -257,7 +257,7 @@ class TrainGatesConfig(Settings):
 
     @property
     def leaves_method(self) -> bool:
-        """Whether any method takes these settings, so that the best may be taken."""
+        """True if any method fits these settings, so that the best may be taken."""
         fields = TrainGatesConfig.model_fields
         of_l0 = any(getattr(self, name) != fields[name].default for name in OF_L0)
         return self.method is Method.AUTO and self.train is Train.GATES and not of_l0
@@ -288,7 +288,7 @@ class HealObjective(str, Enum):
 
 
 class HealConfig(Settings):
-    """How a smaller model is trained to match its original."""
+    """Settings of healing: training a smaller model to match its original."""
 
     steps: Steps
     train: HealTrain = HealTrain.ALL
@@ -319,7 +319,7 @@ class NeedleConfig(Settings):
 
 
 class EvaluateConfig(NeedleConfig):
-    """How a model is evaluated."""
+    """Settings of an evaluation."""
 
     copying: Annotated[int, Field(ge=0, le=10**6)] = 16  # repeated runs and passages
     last_words: Annotated[int, Field(ge=0, le=10**6)] = 200  # passages
@@ -338,7 +338,7 @@ class EvaluateConfig(NeedleConfig):
 
 
 class RolesConfig(Settings):
-    """How roles of heads are measured."""
+    """Settings of role measurements."""
 
     sequences: Annotated[Few, Field(ge=4)] = 64  # two choose an offset, two judge it
     ablation_tokens: Amount = 0
@@ -354,7 +354,7 @@ class RolesConfig(Settings):
 
 
 class CheckConfig(NeedleConfig):
-    """How a model is held to its limits."""
+    """Settings of a check."""
 
     model: Place
     data: Domains

@@ -282,7 +282,7 @@ def label_reader(net: PreTrainedModel, column: Iterable[str] = ()) -> Callable[[
 
     That is the number of a class; a number, for a regression; or, where labels do not exclude each
     other, 0 or 1 for each. These are written as a list, or with commas between them: the names or
-    numbers of those that hold, or a 0 or 1 each. Of two labels "0,1" may be either; rows of
+    numbers of the true ones, or a 0 or 1 each. Of two labels "0,1" may be either; rows of
     ``column`` with one meaning decide.
 
     Raises:
@@ -318,7 +318,7 @@ def _parts(label: str, label_ids: dict[str, int]) -> list[str]:
 
 
 def _is_flags(label: str, label_ids: dict[str, int]) -> bool | None:
-    """Return whether a label is a 0 or 1 for each; None if it may name those that hold."""
+    """Return whether a label is a 0 or 1 for each; None if it may name the true ones."""
     parts = _parts(label, label_ids)
     if len(parts) != len(label_ids) or not {*parts} <= {"0", "1", "0.0", "1.0"}:
         return False
@@ -332,7 +332,7 @@ def _yes_or_no(label: str, label_ids: dict[str, int], flags: bool | None) -> lis
     this = _is_flags(label, label_ids)
     if this is None and flags is None:
         raise DataError(
-            f"The label '{label}' may be one 0 or 1 per label, or the numbers of those that hold. "
+            f"The label '{label}' may be one 0 or 1 per label, or the numbers of the true ones. "
             f"Write the names ({', '.join(label_ids)}), or 0.0 and 1.0."
         )
     if flags if this is None else this:

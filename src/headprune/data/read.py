@@ -137,7 +137,7 @@ class TextFiles(Sequence[tuple[str, ...]]):
 
 @dataclass(frozen=True)
 class _Rows(Sequence[Any]):
-    """What ``convert`` makes of the columns of a table, read on use."""
+    """The columns of a table after ``convert``, read on use."""
 
     table: Dataset
     convert: Callable[[dict[str, list[Any]]], list[Any]]
@@ -374,7 +374,7 @@ def _of_the_hub(data: DataConfig) -> Dataset:
             return datasets.load_dataset(path, name or None, split=data.split)
     except MemoryError:
         raise
-    except Exception:  # of whichever client this version of datasets has
+    except Exception:  # each version of the client of datasets has its own kinds
         if not hub.may_be_id(path) or (why_not := hub.why_not()) is None:
             raise
         raise DataError(

@@ -17,7 +17,7 @@ from headprune.config import sequences_per_pass
 from headprune.model.batch import Batch
 
 Collate = Callable[[list[dict[str, Any]]], Batch]
-HELD_OUT = 8  # one of so many documents, blocks or sequences
+HELD_OUT = 8  # one in N documents, blocks or sequences
 LONGEST = 2  # times the mean length: one pass over all rows pads them to the longest
 _AT_ONCE = 1000  # rows
 
@@ -81,7 +81,7 @@ class Sequences:
         return int(lengths(self.rows, self.longest).sum())
 
     def batches(self, size: int | None = None) -> list[Batch]:
-        """Return all sequences in batches of ``size``, or of what a pass takes."""
+        """Return all sequences in batches of ``size``, or of the usual size of a pass."""
         longest = int(lengths(self.rows, self.longest).max(initial=1))
         count = size or sequences_per_pass(self.batch_size, longest)
         return [self._batch(start, start + count) for start in range(0, len(self.rows), count)]
@@ -112,7 +112,7 @@ class Text:
 
     Attributes:
         fit: For scores, refits and merges.
-        choose: For what is chosen between results; empty where the text is short.
+        choose: For choices between results; empty where the text is short.
         report: For the numbers of the choice, used once; empty where the text is short.
     """
 

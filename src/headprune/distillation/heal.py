@@ -88,7 +88,7 @@ def heal(
     Raises:
         HeadpruneError: If models and data do not fit together, or the output cannot be written.
         Interrupted: After Ctrl-C; a checkpoint has been written.
-        ProofError: If the folder does not compute what the healed model computes.
+        ProofError: If the folder does not compute as the healed model.
         TrainingError: If a number is not finite.
     """
     processes.share_of(config.batch_size)
@@ -113,7 +113,7 @@ def heal(
 
 
 def _objective(config: HealConfig, task: str) -> HealObjective:
-    """Return what a model is trained on.
+    """Return the loss to train on.
 
     Raises:
         HeadpruneError: If it has no such loss.

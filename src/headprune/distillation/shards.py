@@ -62,7 +62,7 @@ def refuse_unmapped(model: Model) -> None:
     """Refuse a model whose result could not be written from a checkpoint of the training.
 
     Raises:
-        HeadpruneError: Naming what it is made of.
+        HeadpruneError: Naming its class.
     """
     try:
         if model.skeleton.device.type != "meta":

@@ -1,7 +1,7 @@
 """Intervals of metrics and of differences: paired bootstrap over sequences or examples.
 
-Both models are measured on the same sequences; a resample draws sequences, not models, so what the
-sequences have in common cancels (Efron and Tibshirani 1993, ch. 8 and 13: percentile intervals).
+Both models are measured on the same sequences; a resample draws sequences, not models. Their common
+part cancels (Efron and Tibshirani 1993, ch. 8 and 13: percentile intervals).
 
     documents   windows of one document are drawn together
     blocks      of a running text: neighbouring windows are drawn together (Kuensch 1989), in few
@@ -53,7 +53,7 @@ class Interval:
 
     @property
     def is_finite(self) -> bool:
-        """Whether estimate and ends are numbers."""
+        """True if estimate and ends are numbers."""
         return all(map(math.isfinite, (self.estimate, self.low, self.high)))
 
 

@@ -107,7 +107,7 @@ def evaluate(
             others carry their names, as in ``perplexity[brown]``.
         config: Settings.
         against: The base model.
-        context: What it runs in.
+        context: Progress and permissions.
 
     Raises:
         HeadpruneError: If model, base and data do not fit together.

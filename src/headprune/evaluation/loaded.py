@@ -65,7 +65,7 @@ class LoadedDomain:
         name: What its metrics carry in brackets; "" for the main one.
         data: Source, split and columns.
         examples: The documents.
-        rows: What the models read.
+        rows: Input of the models.
         documents: The number of the document that each row of a text begins in; None where every
             row is a document.
         last_words: Passages whose last words are to be predicted.
@@ -95,7 +95,7 @@ class Loaded:
         names: Folders or hub ids.
         nets: The models.
         tokenizer: That of the first.
-        domains: What they are measured on, the main one first.
+        domains: Their data, the main one first.
     """
 
     ids: tuple[str | None, ...]

@@ -39,7 +39,7 @@ class MetricSpec:
         beside: Whether tables list it beside a leading metric.
         of_two: Whether it needs the original beside the model.
         proportion: Whether it is the share of independent trials that succeed: one per example, or
-            where it has two columns, of those that the first marks.
+            where it has two columns, of the positions that the first marks.
         settings: Settings of ``evaluate`` that decide this metric alone.
     """
 
@@ -245,7 +245,7 @@ def parted(name: str) -> tuple[str, str]:
 
 
 def is_score(name: str) -> bool:
-    """Whether it names a score of a task, as ``lambada_openai:acc`` does."""
+    """Return whether it names a score of a task, as ``lambada_openai:acc`` does."""
     return ":" in name.partition("[")[0]
 
 

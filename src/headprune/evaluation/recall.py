@@ -1,6 +1,6 @@
 """Recall of a causal language model from earlier in its context.
 
-Perplexity is a mean over tokens, most of which the few tokens before them decide. Two measures look
+Perplexity is a mean over tokens, and most of them are decided by the few before. Two measures look
 further back:
 
 - Words: of the words in the second half of every sequence, the share whose tokens are all the
@@ -38,7 +38,7 @@ _WITHIN = ("-", "'", "’", "_")  # what stands within a word
 
 
 class WordMarks:
-    """Which tokens begin a word, which are letters alone, and which continue a word.
+    """Tokens that begin a word, that are letters alone, or that continue a word.
 
     Args:
         tokenizer: Its tokens must mark where words begin; else no word is known.
@@ -58,14 +58,14 @@ class WordMarks:
 
     @cached_property
     def any(self) -> bool:
-        """Whether the tokens mark words at all."""
+        """True if the tokens mark words at all."""
         return bool((self.begins & self.letters).any())
 
     def words(self, ids: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Return where the words of a sequence begin and end.
+        """Return the ends of the words of a sequence.
 
-        A word that the end of the sequence cuts off does not count, nor one that continues with a
-        hyphen, an apostrophe, digits or part of the bytes of a letter.
+        A word at the cut end of the sequence does not count. Nor does one that continues with a
+        hyphen, an apostrophe, digits or part of a letter's bytes.
         """
         begins, letters, goes_on = self.begins[ids], self.letters[ids], self.goes_on[ids]
         words, start = [], -1

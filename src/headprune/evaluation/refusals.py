@@ -61,7 +61,7 @@ def refuse_unfit(
 
 
 def are_pairs(examples: Examples) -> bool:
-    """Whether the examples are scored pairs of sentences."""
+    """Return whether the examples are scored pairs of sentences."""
     return examples.labels is not None and examples.width == 2
 
 

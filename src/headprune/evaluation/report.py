@@ -62,7 +62,7 @@ class Metric(_Piece):
 
 
 class Provenance(_Piece):
-    """What it takes to measure the same again.
+    """Settings and data that repeat a measurement.
 
     Attributes:
         created: UTC time.

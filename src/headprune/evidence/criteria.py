@@ -127,7 +127,7 @@ def wanda(statistics: Statistics, units: Units) -> Tensor:
 @criterion(
     "reconstruction",
     source="least squares on W_O, one head after the other (tensors/least_squares.py)",
-    sees="the other heads of its layer can say what it says",
+    sees="the other heads of its layer can replace it",
     needs=["gram"],
     assumes_refit=True,
 )
@@ -139,7 +139,7 @@ def reconstruction(statistics: Statistics, units: Units) -> Tensor:
 @criterion(
     "compensated",
     source="least squares on W_O, weighted with the loss' Fisher information (this project)",
-    sees="the other heads of its layer can say what it says, or the loss does not feel it",
+    sees="the other heads of its layer can replace it, or the loss does not feel it",
     needs=["gram", "curvature"],
     assumes_refit=True,
 )

@@ -1,4 +1,4 @@
-"""How far the outputs of a cut model are from the original's, by which cuts are judged."""
+"""The distance of a cut model's outputs to the original's, by which cuts are judged."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _DISTANCES = {
 
 
 def distance_name(model: PreTrainedModel) -> str:
-    """What ``distance`` is for a model, in words."""
+    """Name ``distance`` for a model, in words."""
     return _DISTANCES.get(task_of(model), "divergence (nats per token) from the original")
 
 
 def outputs(model: PreTrainedModel, batch: Batch) -> Any:
-    """What a model is judged by: what its head gives, or embeddings where it has none."""
+    """Return the judged outputs of a model: of its head, or embeddings where it has none."""
     if task_of(model) == "features":
         return embedding(model, batch)
     return run_model(model, batch, head=True)
 
 
 def distance(got: Any, wanted: Any, batch: Batch, head: Head) -> Tensor:
-    """How far ``outputs`` are from the original's: a divergence, or 1 - cosine of embeddings."""
+    """Return the distance to the original's: a divergence, or 1 - cosine of embeddings."""
     if isinstance(got, Tensor):  # embeddings of length 1
         cosine: Tensor = (got * wanted).sum(-1).mean()
         return 1 - cosine

@@ -1,4 +1,4 @@
-"""The loss of every example for itself, and what it rises by when heads are left out."""
+"""The loss of every example for itself, and its rise when heads are left out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def losses_without(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Float[Tensor, " units"]]:
-    """What the mean loss per example rises by when a unit is closed, for every unit, exactly.
+    """Return the rise of the mean loss per example when a unit is closed, for every unit, exactly.
 
     Args:
         model: The model.
@@ -76,7 +76,7 @@ def losses_without(
 def example_losses(
     model: PreTrainedModel, task: Task, batch: Batch, seed: int = 0
 ) -> Float[Tensor, " examples"]:
-    """The loss of every example: the mean over what is scored of it.
+    """Return the loss of every example: the mean over its scored tokens.
 
     A model without a head has no loss, nor has one whose labels are not read. There it is the
     embedding (as ``evaluate`` takes it) along a random direction, whose squared gradient is in the
@@ -121,7 +121,7 @@ def example_losses(
 
 
 def _directions(batch: Batch, width: int, seed: int) -> Float[Tensor, "examples width"]:
-    """A random vector of signs per example, by its own tokens, whichever batch it comes in."""
+    """Return a random vector of signs per example, seeded by its own tokens, not by its batch."""
     mask, rows = token_mask(batch, "self"), []
     for number, ids in enumerate(batch["input_ids"].cpu()):
         real = ids if mask is None else ids[mask[number].cpu()]

@@ -54,7 +54,7 @@ def score(
         data: Where the examples come from; some criteria need none.
         gates: With the criterion "gates": the folder that train-gates wrote.
         overwrite: Replace an existing output.
-        context: What it runs in.
+        context: Progress and permissions.
 
     Raises:
         HeadpruneError: If model, data and criteria do not fit together.
@@ -142,7 +142,7 @@ def scores_on(
 
 
 def needs_of(criteria: Sequence[str]) -> frozenset[Need]:
-    """What has to be measured for some criteria.
+    """Return the statistics of some criteria.
 
     Raises:
         PlanError: If one is unknown, or none is given.
@@ -267,7 +267,7 @@ def reckons_with_refit(criterion: str) -> tuple[str, ...]:
     if not CRITERIA[criterion].assumes_refit:
         return ()
     return (
-        f"{criterion} scores say what is lost once W_O is refitted, so cut with --refit DATA. "
+        f"{criterion} scores assume that W_O is refitted, so cut with --refit DATA. "
         "SmolLM2-135M without a quarter of its heads, by compensated, has 1.09 times its "
         "perplexity with the refit, and 2.16 times without. For a cut without one, score by "
         "fisher.",

@@ -61,7 +61,7 @@ class Activations:
 
 @dataclass
 class Statistics:
-    """Statistics of one attention module; a criterion names those that it needs.
+    """Statistics of one attention module; a criterion names those it needs.
 
     Attributes:
         path: Path of the module.
@@ -174,7 +174,7 @@ def collect(
 
 @dataclass
 class _Sums:
-    """Sums of one attention module while the pass goes on."""
+    """Sums of one attention module during a pass."""
 
     heads: int
     gradients: list[Tensor] = field(default_factory=list)

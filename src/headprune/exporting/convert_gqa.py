@@ -66,14 +66,14 @@ class Converted:
 
 @dataclass(frozen=True)
 class KvPreview:
-    """What a conversion would do.
+    """A conversion, before it is written.
 
     Attributes:
         plan: The plan.
         kv_heads: KV heads before and after, of the modules that are converted.
         planned: The way every module goes, and the others that were measured.
-        free: What the choice among all ways is expected to cost.
-        engines: Per ``--for``, the expected cost of what it leaves to choose from, or why nothing.
+        free: Expected cost of the best choice among all ways.
+        engines: Per ``--for``, the expected cost of its best choice, or the reason for none.
     """
 
     plan: Plan
@@ -110,14 +110,14 @@ def convert_gqa(
         model: Folder or hub id.
         output: Folder to write; it appears whole or not at all.
         config: Number of KV heads, and the merge.
-        calibrate: Text that shows what the heads do; some merges need it.
+        calibrate: Calibration text; some merges need it.
         layout: Shapes that the result may have.
         overwrite: Replace an existing output.
         context: Progress and permissions.
 
     Raises:
         HeadpruneError: If the input does not fit together, or the output cannot be written.
-        ProofError: If the result does not compute what the merged original computes.
+        ProofError: If the result does not compute as the merged original.
     """
     refuse_request(config, calibrate, layout)
     context.stage("loading the model")
@@ -166,7 +166,7 @@ def merged_of(
     Args:
         model: The model.
         config: Number of KV heads, and the merge.
-        calibrate: Text that shows what the heads do.
+        calibrate: Calibration text.
         layout: Shapes that the result may have.
         context: Progress.
         empty_layers: Let a budget take all heads of a layer.
@@ -310,7 +310,7 @@ def preview(
 
 
 def _costs_for(opened: Opened, budget: int) -> dict[str, float | str]:
-    """What the choice would cost if it was made for an engine."""
+    """Return the cost of the choice for every engine."""
     assert opened.planned is not None
     found: dict[str, float | str] = {}
     for target in Target:
@@ -338,13 +338,13 @@ def _refuse_not_finite(merged: HeadWeights, path: str, merge: str) -> None:
     weights = (merged.q, merged.k, merged.v, merged.o)
     if not all(bool(weight.isfinite().all()) for weight in weights):
         raise DataError(
-            f"--merge {merge} makes no finite weights of '{path}': those it has, or what they make "
-            "of the text, are too large to multiply. Use --merge mean, or repair the checkpoint."
+            f"--merge {merge} makes no finite weights of '{path}': its weights or their products "
+            "with the text are too large. Use --merge mean, or repair the checkpoint."
         )
 
 
 def _check_native(constraints: Constraints, net: PreTrainedModel, wanted: dict[str, int]) -> None:
-    """Refuses what a plain config cannot hold, where it must, before anything is computed."""
+    """Refuse shapes that a plain config cannot hold, where it must, before long work."""
     if not constraints.even_kv_heads:
         return
     family = family_of(net.config)

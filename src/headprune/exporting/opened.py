@@ -36,7 +36,7 @@ class Opened:
         merger: What merges them.
         sample: The text that it merges by, if it does.
         planned: The way every module goes, where that was to be weighed.
-        constraints: What the result must look like.
+        constraints: Shapes of the result.
     """
 
     model: Model
@@ -48,7 +48,7 @@ class Opened:
 
 
 def weighs(config: ConvertConfig, calibrate: DataConfig | None, layout: LayoutOption) -> bool:
-    """Whether every module may go its own way: nothing was asked for but a budget."""
+    """Return whether every module may go its own way: only a budget was set."""
     free = config.kv_budget is not None and config.merge is None
     return free and calibrate is not None and layout is not LayoutOption.UNIFORM
 
@@ -69,7 +69,7 @@ def refuse_request(
     merger = Merger.of(config, calibrate is not None)
     if merger.calibrates and calibrate is None:
         raise PlanError(
-            f"--merge {merger.name} needs text to learn what the heads do: give --calibrate DATA. "
+            f"--merge {merger.name} needs text to calibrate on: give --calibrate DATA. "
             "Without text there is procrustes, or mean with training afterwards (--heal)."
         )
     refuse_unknown_kinds(config.attention)
@@ -117,13 +117,13 @@ def _refuse_unmeasured(config: ConvertConfig, even: bool) -> None:
     """Refuses a budget of layers that may differ, where nothing says what each may lose."""
     if config.kv_budget is not None and not even:
         raise PlanError(
-            "--kv-budget is spent by what the text says of every layer: give --calibrate DATA and "
+            "--kv-budget is spent layer by layer, as measured on text: give --calibrate DATA and "
             "no --merge, or --layout uniform for the same number in every layer."
         )
 
 
 def _has_loss(net: PreTrainedModel, data: DataConfig) -> bool:
-    """Whether the text is what the model's task has a loss on."""
+    """Return whether the model's task has a loss on the text."""
     task = task_of(net)
     if task in CLASSIFIERS:
         return data.label_column is not None

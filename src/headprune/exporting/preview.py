@@ -1,4 +1,4 @@
-"""headprune prune --dry-run: what a cut would do, and what other layouts and engines would cost."""
+"""headprune prune --dry-run: the cut, and the costs of other layouts and engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from headprune.tensors.units import Unit, members
 
 @dataclass(frozen=True)
 class ShapeCost:
-    """What a shape would cost.
+    """The cost of a shape.
 
     Attributes:
         shape: The value of ``--layout`` or of ``--for``.
@@ -48,7 +48,7 @@ class ShapeCost:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a cut would do.
+    """A cut, before it is written.
 
     Attributes:
         plan: The plan.
@@ -57,8 +57,8 @@ class Preview:
         kv_heads: KV heads before and after.
         shapes: With gates or scores: what every layout would keep of the evidence.
         engines: The same of every ``--for``.
-        roles_lost: Roles of which no head stays; None without a record of roles.
-        warnings: What zero heads are for, and cost, a sentence each.
+        roles_lost: Roles that lose their last head; None without a record of roles.
+        warnings: Purpose and cost of zero heads, a sentence each.
     """
 
     plan: Plan
@@ -115,7 +115,7 @@ def preview(
 
 @dataclass(frozen=True)
 class _Units:
-    """What heads were chosen by."""
+    """Name the evidence of the choice."""
 
     attentions: Sequence[Attention]
     unit: Unit
@@ -150,7 +150,7 @@ def _units(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> _U
 def _costs(
     net: PreTrainedModel, source: ModelIdentity, asked: CutRequest
 ) -> dict[tuple[str, str], ShapeCost]:
-    """What every layout would keep of the evidence, and every engine."""
+    """Return the evidence kept in every layout and for every engine."""
     units, costs = _units(net, source, asked), {}
     rows: list[tuple[str, str, CutRequest]] = [
         *(("layout", each.value, replace(asked, layout=each, targets=())) for each in LayoutOption),

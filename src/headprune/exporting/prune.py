@@ -45,7 +45,7 @@ def prune(
 
     Raises:
         HeadpruneError: If the input does not fit together, or the output cannot be written.
-        ProofError: If the result does not compute what the gated original computes.
+        ProofError: If the result does not compute as the gated original.
     """
     refuse_request(request, refit)
     context.stage("reading the headers")
@@ -139,7 +139,7 @@ def migrate(
 
     Raises:
         CheckpointError: If nothing was pruned in it, or it cannot be read or written.
-        ProofError: If the result does not compute what the old folder computes.
+        ProofError: If the result does not compute as the old folder.
     """
     context.stage("reading the headers")
     opened = open_model(model, dtype, context.allowed)

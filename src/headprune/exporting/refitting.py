@@ -21,12 +21,12 @@ from headprune.surgery.refit import refit
 
 @dataclass(frozen=True)
 class JudgedRefit:
-    """A refit, and what it is worth.
+    """A refit and its worth.
 
     Attributes:
         taken: Its record; None where it was left out.
-        worth: Its worth on held-out sequences, where it was taken on others than those that
-            chose; None where the text has none.
+        worth: Its worth on held-out sequences, if possible on other ones than it was chosen
+            by; None where the text has none.
         tensors: The refitted weights by name; none where it was left out.
     """
 

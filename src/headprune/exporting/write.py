@@ -147,7 +147,7 @@ def write(
 
     Raises:
         CheckpointError: If a file cannot be read or written.
-        ProofError: If the result does not compute what the edited model computes.
+        ProofError: If the result does not compute as the edited model.
     """
     source, stored = model.identity, model.result_dtypes(writing.out_dtype)
     takes = ROOM * sum(weight.nbytes for weight in model.skeleton.parameters())
@@ -308,14 +308,14 @@ def described(
     before: tuple[int, int],
     cuts: Sequence[Cut],
 ) -> dict[str, Any]:
-    """What the manifest says of a model that was cut.
+    """Return the manifest of a cut model.
 
     Args:
         net: The model, after the cut.
         plan: The heads that stay.
         shape: How it must be stored.
         before: Its ``counts`` before the cut.
-        cuts: What it lost.
+        cuts: The heads that went.
     """
     parameters, kv_heads = zip(before, counts(net, cuts), strict=True)
     return {
@@ -329,12 +329,12 @@ def described(
 
 
 def _take_over(folder: Path, order: _Order, generation: GenerationConfig | None) -> None:
-    """Puts beside the weights of a result what it has of its source, its plan and its history.
+    """Put config, plan and history beside the weights of a result.
 
     Args:
         folder: The result.
-        order: What is written.
-        generation: How the result generates, with its heads as they are counted now.
+        order: The job of the writer.
+        generation: The generation config, for the new counts of heads.
     """
     source = _source_folder(order.model.source)
     copy_companions(source, folder)
@@ -396,7 +396,7 @@ def _finished(
 
 
 def _said_of(folder: Path, manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
-    """What a user of the result should know of it."""
+    """Return sentences that a user of the result should know."""
     heads, kv_heads = manifest.query_heads, manifest.kv_heads
     same = heads[0] == heads[1] and kv_heads[0] == kv_heads[1]
     if same and isinstance(manifest.done, Pruning | Merging):
@@ -414,7 +414,7 @@ def _said_of(folder: Path, manifest: Manifest, left_out: Sequence[str]) -> Itera
     before, after = manifest.weight_bytes
     if 0 < before < after:
         yield (
-            f"The weights take {after:,} bytes, and those of the original {before:,}: they are "
+            f"The weights take {after:,} bytes, the original's {before:,}: they are "
             f"written in {manifest.dtype}."
         )
 

@@ -1,4 +1,4 @@
-"""What works for which family, read off the table."""
+"""Capabilities of every family, read off the table."""
 
 from __future__ import annotations
 

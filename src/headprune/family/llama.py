@@ -15,7 +15,7 @@ QKVO = (
 
 
 def llama_like(model_type: str, **differences: Any) -> Family:
-    """A row that differs from Llama's in what is given.
+    """Return Llama's row with some fields replaced.
 
     Args:
         model_type: ``config.model_type`` of the family.

@@ -1,4 +1,4 @@
-"""What headprune must know of a model family, as data.
+"""Facts of a model family, as data.
 
 A family is one row. Most models of today are laid out like Llama, and then the row is one line in
 ``llama.py``: its name, and what differs from Llama, if anything. GPT-OSS adds a sink per head, and
@@ -6,10 +6,9 @@ reads
 
     llama_like("gpt_oss", per_head={"sinks": "q"}),
 
-The registry-parametrised tests pick the row up, build a tiny random model from the family's config
-class, and prove gate = cut = reloaded, with a KV cache, with empty layers, and with a corrupted
-sibling that must fail. If they pass, the family is supported; ``headprune families markdown``
-prints its line for the documentation.
+The tests pick the row up and build a tiny random model from the family's config class. They prove
+gate = cut = reloaded, with a KV cache, with empty layers, and with a corrupted sibling that must
+fail. If they pass, the family is supported. ``headprune families markdown`` prints its line.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Projection:
 
     Attributes:
         path: Path relative to the attention module; a leading ``../`` climbs to its parent.
-        roles: What it computes, in order: "q", "k", "v", "qkv"; "o" for the output projection; ""
+        roles: Its roles, in order: "q", "k", "v", "qkv"; "o" for the output projection; ""
             for one that stays whole.
         interleaved_per_kv_head: For fused projections: False for ``[Q; K; V]``, True for
             ``[q ... q k v]`` per KV head, which with one query per KV head is ``[q k v]`` per head.
@@ -65,12 +64,12 @@ class Family:
         config_size_attributes: The same for attributes that its forward reads from the config.
         per_head: Other tensors (or module lists) of the attention module with one entry per head
             along their first dimension, and the role of that head.
-        full_width_norms: Norms over all heads of a projection at once. What they compute changes
+        full_width_norms: Norms over all heads of a projection at once. Their results change
             when a head is missing, so norm and projection stay whole and their output is narrowed.
         head_arguments: Arguments of the attention's forward that carry one entry per head of the
             original model, and the dimension of it; "batch" where batch and heads share the first.
         shares_position_bias: Whether the first module computes a position bias for all.
-        headless_output: What a forward without heads does with the output: "" returns it,
+        headless_output: Use of the output in a forward without heads: "" returns it,
             "residual" adds the argument of that name, anything else is the norm that takes
             input + output.
         query_heads_key: Config attribute for the number of query heads.
@@ -81,9 +80,9 @@ class Family:
         native_unless: Config attributes that make it impossible when they are truthy.
         fewer_kv_heads: Where fewer KV heads than query heads fit: "native" in the stock class,
             "runtime" in the class that travels with the result, or the reason why nowhere.
-        cached_width: Attributes of the attention module, joined by "+", that say how many numbers
-            one token leaves in the cache, where that is not K and V of every KV head.
-        expects_one_kv_per_query: Whether the forward takes as many KV heads as query heads, so that
+        cached_width: Attributes of the attention module, joined by "+", with the numbers that one
+            token leaves in the cache; needed where these are not K and V of every KV head.
+        expects_one_kv_per_query: True if the forward takes one KV head per query head. Then
             fewer are repeated before it sees them (and cached once nevertheless).
         caches_query_heads: Config attribute under which K and V are cached for every query head.
         min_transformers: Lowest version of transformers whose classes look as the row says; None

@@ -35,7 +35,7 @@ def write_checkpoint(source: ExportSource, folder: Path, on_step: OnStep) -> Non
 
 
 def write_facts(source: ExportSource, folder: Path) -> None:
-    """Writes config and tokenizer beside what an engine runs without the class."""
+    """Write config and tokenizer beside the files of an engine."""
     config = read_json(source.folder / "config.json")
     config.pop("auto_map", None)  # names code that stays behind
     text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)

@@ -1,4 +1,4 @@
-"""What a format is, and the record of an export."""
+"""A format, and the record of an export."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headprune.schemas.values import Digest
 
 
 class ExportProof(BaseModel):
-    """How an exported model was compared with its source.
+    """The comparison of an exported model with its source.
 
     Attributes:
         how: "engine": the engine ran it. "read back": the files were read instead.
@@ -43,7 +43,7 @@ class ExportProof(BaseModel):
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is within the tolerance; NaN is not."""
+        """True if the difference is within the tolerance; NaN is not."""
         return self.difference <= self.tolerance
 
     def __str__(self) -> str:

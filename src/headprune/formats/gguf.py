@@ -35,7 +35,7 @@ def _odd_layer(source: ExportSource) -> int | None:
 
 
 def prepared(source: ExportSource) -> tuple[ExportSource, tuple[str, ...]]:
-    """Return the model with the zero heads that its architecture needs, and what was added."""
+    """Return the model with the zero heads that its architecture needs, and their record."""
 
     def may_be_empty(layer: int) -> bool:
         # deci takes its sizes from layer 0, and skips an output bias where there are no heads

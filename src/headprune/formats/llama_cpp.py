@@ -109,7 +109,7 @@ def _generated(
     if done.returncode:
         lines = re.findall(r".*(?:ASSERT|[Ee]rror).*", done.stderr)
         why = lines[0].strip() if lines else f"it ended with {done.returncode}"
-        raise ProofError(f"llama.cpp cannot run what was written: {why}. Nothing was left there.")
+        raise ProofError(f"llama.cpp cannot run the file: {why}. Nothing was left there.")
     answers = json.loads(done.stdout.splitlines()[-1])
     if texts and answers["texts"][0] != answers["texts"][1]:
         raise ProofError(

@@ -1,4 +1,4 @@
-"""ONNX, for ONNX Runtime and what is built on it."""
+"""ONNX, for ONNX Runtime and its kin."""
 
 from __future__ import annotations
 

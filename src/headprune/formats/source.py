@@ -57,7 +57,7 @@ class ExportSource:
 
     @property
     def task(self) -> str:
-        """What its head is for: "causal-lm", "classification" and so on."""
+        """The task of its head: "causal-lm", "classification" and so on."""
         return task_of(self.net)
 
     def load(self, **kwargs: Any) -> PreTrainedModel:

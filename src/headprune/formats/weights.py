@@ -19,7 +19,7 @@ class Weights(Mapping[str, Tensor]):
     """Tensors by name, each read anew whenever it is asked for."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is such a tensor; that of Mapping would read it."""
+        """Return whether there is such a tensor; Mapping's own method would read it."""
         return any(name == one for one in self)
 
     def pieces(self, name: str) -> Iterator[Tensor]:
@@ -57,7 +57,7 @@ class StoredWeights(Weights):
         return rows_of(self._found[name])
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is such a tensor."""
+        """Return whether there is such a tensor."""
         return name in self._found
 
     def pieces(self, name: str) -> Iterator[Tensor]:
@@ -71,7 +71,7 @@ class StoredWeights(Weights):
             yield rows_of(source, start, start + step)
 
     def bytes(self, name: str) -> int:
-        """How many bytes a tensor takes."""
+        """Return the bytes of a tensor."""
         return self._found[name].bytes
 
     def __iter__(self) -> Iterator[str]:
@@ -85,7 +85,7 @@ class WithFused(Weights):
     """Weights, and the tensors on disk that transformers fuses or splits when it loads them.
 
     Args:
-        weights: Those that are tensors of the model, by their names there.
+        weights: Tensors by name, those of the model and others.
         folder: The model's folder.
         net: The model.
 

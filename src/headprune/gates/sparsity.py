@@ -1,4 +1,4 @@
-"""How many gates are open: an exact count, or a constant penalty.
+"""Control of the open gates: an exact count, or a constant penalty.
 
 **Target.** Minimise the loss subject to
 
@@ -29,7 +29,7 @@ from headprune.tensors.selection import keep_best
 
 
 class Sparsity(ABC):
-    """What closes gates.
+    """A force that closes gates.
 
     Attributes:
         heads: Least number of query heads that stay.

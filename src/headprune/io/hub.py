@@ -28,7 +28,7 @@ def why_not() -> str | None:
 def _why_not(endpoint: str, _when: int) -> str | None:
     try:
         get_session().head(endpoint, timeout=PATIENCE_S)
-    except Exception as error:  # of whichever client this version of huggingface_hub has
+    except Exception as error:  # each version of huggingface_hub has its own kinds
         return f"{endpoint} cannot be reached: {error}"
     return None
 

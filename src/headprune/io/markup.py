@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-# what XML 1.0 cannot hold; other controls; and those that turn the direction of a text around
+# characters that XML 1.0 cannot hold; other controls; and changes of the text's direction
 _NOT_XML = re.compile(
     r"[^\t\n\r\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]"
 )

@@ -41,7 +41,7 @@ def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterat
     Args:
         path: The folder, or a link to it.
         overwrite: Whether to replace an existing one that headprune wrote.
-        inputs: What the command reads: folders, files, or hub ids, which are skipped.
+        inputs: Input of the command: folders, files, or hub ids, which are skipped.
 
     Raises:
         CheckpointError: If it is a file or the current folder; if it is, holds or lies in an input;

@@ -1,4 +1,4 @@
-"""Which folders and files headprune wrote, by their content: only these may be replaced.
+"""Recognise folders and files that headprune wrote, by their content: only these are replaced.
 
 A folder is ours if it has one of our records, and holds nothing but the record's files. A file is
 ours if it has the fields, or the mark, of its kind.

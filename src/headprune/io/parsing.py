@@ -22,7 +22,7 @@ from headprune.errors import CheckpointError, HeadpruneError
 M = TypeVar("M", bound=BaseModel)
 Error = type[HeadpruneError]
 
-# escapes that may stand for what is no character of a text: NUL, or half of a pair of UTF-16
+# escapes that may stand for no character of a text: NUL, or half of a pair of UTF-16
 _ODD_ESCAPE = re.compile(r"\\(?:0|x00|[uU](?:0000)?(?:0000|[dD][89a-fA-F]))")
 
 _short = reprlib.Repr()

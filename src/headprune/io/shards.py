@@ -120,7 +120,7 @@ class Piece:
 
     @property
     def copied(self) -> bool:
-        """Whether it is rows of a file, unchanged."""
+        """True if it is rows of a file, unchanged."""
         if isinstance(self.source, Tensor):
             return False
         held = SAFETENSORS[self.source.dtype]

@@ -2,11 +2,11 @@
 
 Beside an output that is being written lies a hidden work folder:
 
-.NAME.partial/new/NAME           the new output, moved to its place when complete
-.NAME.partial/old                the earlier output, where the system cannot exchange two folders
-.NAME.partial/headprune-at-work  locked by the process at work, until that ends in whatever way
+    .NAME.partial/new/NAME           the new output, moved to its place when complete
+    .NAME.partial/old                the earlier output, where folders cannot be exchanged
+    .NAME.partial/headprune-at-work  locked by the process at work, until that ends
 
-The next process that writes the same output clears what a killed one left.
+The next process that writes the same output clears the litter of a killed one.
 """
 
 from __future__ import annotations

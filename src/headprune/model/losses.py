@@ -32,9 +32,9 @@ _OTHER_LOGITS = (
 def divergence(got: Any, wanted: Any, batch: Batch, head: Head) -> Tensor:
     """Return the divergence of a model's outputs from another's, averaged over real tokens.
 
-    Numbers are compared by squared error, classes by KL, labels that do not exclude each other by
-    a KL each, and last hidden states of a model without a head by relative error at the positions
-    that its embedding reads.
+    Numbers are compared by squared error, classes by KL, independent labels by a KL each. Last
+    hidden states of a model without a head are compared by relative error where its embedding
+    reads them.
 
     Args:
         got: The outputs of the model.
@@ -129,7 +129,7 @@ class LossModule(nn.Module):
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """Whether the model is in shards; Trainer then averages the gradients beside them."""
+        """True if the model is in shards; Trainer then averages the gradients beside them."""
         return is_sharded(self.model)
 
     def train(self, mode: bool = True) -> LossModule:

@@ -146,7 +146,7 @@ class Model:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the weights are there."""
+        """True if the weights are loaded."""
         return "net" in vars(self)
 
     @property

@@ -180,7 +180,7 @@ def entering_output(
     Hidden states, shape (sequences, length, width), are the first of its arguments.
 
     Returns:
-        The input, shape (sequences, length, heads * head_dim), and what the module returns behind
+        The input, shape (sequences, length, heads * head_dim), and the module's values after
         its outputs. None if it does more with these, or an argument may belong to all sequences.
     """
     named = {**kwargs, "hidden_states": args[0]} if args else {**kwargs}

@@ -93,7 +93,7 @@ def refuse_spread(model: nn.Module) -> None:
         if getattr(getattr(module, "_hf_hook", None), "offload", False):
             raise FamilyError(
                 f"'{name}' of {type(model).__name__} is offloaded by accelerate, which would lose "
-                "what is written to it. Load it without offloading (device_map)."
+                "new weights. Load it without offloading (device_map)."
             )
 
 
@@ -120,7 +120,7 @@ def refuse_to_shard() -> None:
     """Refuse to shard without several processes, recent libraries, and their accelerator.
 
     Raises:
-        HeadpruneError: With what is missing.
+        HeadpruneError: Naming the missing memory or package.
     """
     if processes.count() == 1:
         raise HeadpruneError(

@@ -75,8 +75,8 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
         inputs["decoder_input_ids"] = text["input_ids"]
     if not inputs:
         raise FamilyError(
-            f"{type(model).__name__} takes {', '.join(sorted(takes))}, of which a proof can make "
-            "up none. Cut the model without its head (the class that AutoModel gives)."
+            f"{type(model).__name__} takes {', '.join(sorted(takes))}, and a proof can make up "
+            "none of these. Cut the model without its head (the class that AutoModel gives)."
         )
     return inputs
 

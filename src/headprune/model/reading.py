@@ -121,7 +121,7 @@ def needs_package(model: str | Path, why: str) -> str | None:
     if not why.startswith("ImportError: "):
         return None
     return (
-        f"'{model}' needs what is not installed: {why.removeprefix('ImportError: ').rstrip('.')}. "
+        f"'{model}' needs a missing package: {why.removeprefix('ImportError: ').rstrip('.')}. "
         "Install it, or take the setting that asks for it, such as attn_implementation, out of "
         "config.json."
     )

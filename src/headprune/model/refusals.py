@@ -1,4 +1,4 @@
-"""What headprune does not open or train on: one short sentence each."""
+"""Models that headprune does not open or train: one short sentence each."""
 
 from __future__ import annotations
 

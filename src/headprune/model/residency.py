@@ -5,7 +5,7 @@ mostly a layer, or a head with its own weights; embeddings and the last norm sta
 into a block go to a temporary file, from which it is filled from then on. With gradients a block
 runs as a checkpoint: it keeps its inputs, and runs again, with weights read again, for these.
 
-accelerate's offloading (``align_module_device``, ``dispatch_model``) loses what is written to a
+accelerate's offloading (``align_module_device``, ``dispatch_model``) loses writes to a
 weight, holds every block for the gradient, and does not read ahead.
 """
 
@@ -129,7 +129,7 @@ class Residency:
             with self.holding(number):
                 return forward(*args, **kwargs)
 
-        # what is held stays until its gradients have come by, and a head as long as they need it
+        # a layer is held until its gradients have come by, and a head as long as they need it
         whole = self._held[number] or number >= self._layers
         if not torch.is_grad_enabled() or _RECOMPUTING or whole:
             return held(*args, **kwargs)

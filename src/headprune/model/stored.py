@@ -161,7 +161,7 @@ class StoredDtypes:
         """
         for name, tensor in _floating(net):
             limit = torch.finfo(self.of(name)).max
-            there = tensor.numel() and not tensor.is_meta  # what is read later is looked at then
+            there = tensor.numel() and not tensor.is_meta  # tensors read later are looked at then
             least, most = whole(tensor.detach()).aminmax() if there else (torch.zeros(()),) * 2
             largest = max(-float(least), float(most))
             if limit < largest < math.inf:

@@ -4,8 +4,8 @@
     so that     heads are exactly as many as asked for
                 parameters, KV bytes and time, each a sum over what stays, keep to their limits
 
-A KV head stays as long as one of its queries does, and what a module costs as such goes with its
-last head, so that single heads, KV groups and whole layers compete under one budget. HiGHS solves
+A KV head stays as long as one of its queries does. The fixed cost of a module goes with its
+last head. So single heads, KV groups and whole layers compete under one budget. HiGHS solves
 it (Huangfu and Hall 2018), by way of scipy.optimize.milp.
 """
 
@@ -38,8 +38,8 @@ class BudgetLimit:
     """A budget that must be kept to.
 
     Attributes:
-        prices: What it sums over.
-        most: The most that it may come to.
+        prices: Summed prices.
+        most: Their sum, at most.
         said: How the user asked for it, for messages.
     """
 
@@ -50,7 +50,7 @@ class BudgetLimit:
 
 @dataclass(frozen=True)
 class PerModule:
-    """What every module keeps by itself.
+    """The modules' own constraints.
 
     Attributes:
         heads: Query heads of each, exactly; None for as many as come of it.
@@ -62,7 +62,7 @@ class PerModule:
 
     @property
     def free(self) -> bool:
-        """Whether nothing is asked for."""
+        """True if there is no constraint."""
         return self.heads is None and not any(self.least)
 
 
@@ -78,7 +78,7 @@ def allocate(
 
     Args:
         attentions: The attention modules, in order.
-        unit: What is removed as one piece.
+        unit: Unit of removal.
         scores: One score per unit, in order. Without a number of heads they only rank: the least
             of them counts as a little more than nothing, so that budgets are used up. A unit
             whose score is infinite stays, or there is no plan.

@@ -1,4 +1,4 @@
-"""What a cut saves of parameters, KV cache and time, as numbers that add up over what stays."""
+"""Savings of a cut in parameters, KV cache and time, as sums over the heads that stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headprune.tensors.units import Unit
 
 @dataclass(frozen=True)
 class Price:
-    """What one attention module costs: a sum over what stays of it.
+    """The price of one attention module: a sum over its parts.
 
     Attributes:
         query_head: Of every query head.
@@ -40,7 +40,7 @@ class Prices:
     """A budgeted quantity of a whole model.
 
     Attributes:
-        rest: What is left of it without any head.
+        rest: The price without any head.
         modules: Price of every attention module, in order.
     """
 
@@ -48,7 +48,7 @@ class Prices:
     modules: tuple[Price, ...]
 
     def total(self, kept: Sequence[tuple[int, int]]) -> float:
-        """The quantity for so many query and KV heads per module."""
+        """Return the quantity for query and KV heads per module."""
         return self.rest + sum(
             p.query_head * queries + p.kv_head * kv + (p.module if queries else 0.0)
             for p, (queries, kv) in zip(self.modules, kept, strict=True)
@@ -140,7 +140,7 @@ def time_prices(
 
 
 def _share(attention: Attention, share: float) -> list[int]:
-    """Ids of the query heads of the first so many KV heads."""
+    """Return the ids of the query heads of the first ``count`` KV heads."""
     groups = round(attention.kv_heads * share)
     return list(attention.query_ids[: sum(attention.group_sizes[:groups])])
 

@@ -1,4 +1,4 @@
-"""Which units stay, by their scores: within budgets, and as the engines hold it."""
+"""The choice of units by their scores: within budgets, in shapes that engines hold."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def share_of(values: Tensor, kept: set[int], free: set[int]) -> float | None:
 
 
 def with_held(values: Tensor, held: frozenset[int]) -> list[float]:
-    """Scores, of which those that are held are infinite: they stay, or there is no plan."""
+    """Scores; held units are infinite: they stay, or there is no plan."""
     return [math.inf if at in held else score for at, score in enumerate(values.tolist())]
 
 
@@ -36,10 +36,10 @@ class HeadChoice:
 
     Attributes:
         attentions: The modules, in order.
-        unit: What is removed as one piece.
-        budget: What may stay.
+        unit: Unit of removal.
+        budget: The budget.
         limits: The same as sums over what stays.
-        constraints: What the plan must look like.
+        constraints: Shapes of the plan.
         held: Units that are not to go.
     """
 
@@ -68,7 +68,7 @@ class HeadChoice:
         return set(allocate(attentions, unit, scores, heads, per_module, self.limits))
 
     def _fits(self, queries: int, kv_heads: int) -> bool:
-        """Whether every module may keep so many heads."""
+        """Return whether every module may keep these counts."""
         present = [(queries, kv_heads)] * len(self.attentions)
         return (
             config_holds(self.constraints.net.config, queries, kv_heads)
@@ -91,7 +91,7 @@ def equal_shares(
     steps = [each[0] if len(each) == 1 else 1 for each in sizes]
     for attention, step in zip(attentions, steps, strict=True):
         counts.append(int(heads * attention.query_heads / total) // step * step)
-    # what is left goes to the modules that rounding took most from, first ones first
+    # the rest goes to the modules that rounding took most from, first ones first
     short = [(counts[m] - heads * a.query_heads / total, m) for m, a in enumerate(attentions)]
     for _, m in sorted(short):
         step = steps[m]

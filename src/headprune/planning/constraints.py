@@ -1,4 +1,4 @@
-"""What a plan must look like for the engines that its result is for."""
+"""Shapes of a plan for the engines of its result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headprune.surgery.cut import Cut, result_shape
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a plan must look like.
+    """Shapes of a plan.
 
     Attributes:
         net: The model.
@@ -45,28 +45,28 @@ class Constraints:
 
     @property
     def even(self) -> bool:
-        """Whether every layer keeps the same heads."""
+        """True if every layer keeps the same heads."""
         return self.layout is LayoutOption.UNIFORM or QUERY_COUNTS not in self.shapes
 
     @property
     def even_kv_heads(self) -> bool:
-        """Whether every layer keeps as many KV heads, where no query heads go."""
+        """True if every layer keeps the same number of KV heads, where no query heads go."""
         return self.layout is LayoutOption.UNIFORM or KV_COUNTS not in self.shapes
 
     @property
     def said(self) -> str:
-        """How they were asked for."""
+        """The options behind them."""
         asked = [f"--for {target.value}" for target in self.targets]
         return " ".join(asked) or f"--layout {self.layout.value}"
 
     def allows(self, layer: int, kept: int, present: int) -> bool:
-        """Whether a layer may keep the queries of so many of its KV heads."""
+        """Return whether a layer may keep the queries of some of its KV heads."""
         if not kept:
             return EMPTY in self.shapes and not self.keeps_a_head(layer)
         return kept == present or QUERY_COUNTS in self.shapes
 
     def keeps_a_head(self, layer: int) -> bool:
-        """Whether a layer keeps a head, as an engine would give it a zero head otherwise."""
+        """True if a layer keeps a head, as an engine would give it a zero head otherwise."""
         filled = {TARGETS[target].zero_heads for target in self.targets}
         return "every" in filled or ("first" in filled and layer == 0)
 
@@ -101,7 +101,7 @@ def constraints_of(
     layout: LayoutOption,
     targets: Sequence[Target],
 ) -> Constraints:
-    """What targets, together with a layout, ask of a plan.
+    """Return the constraints of targets and a layout.
 
     Raises:
         PlanError: If one takes no such model, or not the layout.

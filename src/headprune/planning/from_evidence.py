@@ -46,8 +46,8 @@ class CutRequest:
         scores: Folder that score wrote; needs ``keep``.
         criterion: With ``scores``: which of them; None where there is one only.
         keep: A share (float) or count (int) of heads; with ``gates``, another than trained for.
-        layout: What the result may look like.
-        targets: Where it is to run.
+        layout: Shapes of the result.
+        targets: Its engines.
     """
 
     gates: Path | None = None
@@ -61,15 +61,15 @@ class CutRequest:
 
 @dataclass(frozen=True)
 class ChosenCuts:
-    """What a cut that was asked for comes to.
+    """A cut by its evidence.
 
     Attributes:
         plan: The heads that stay.
         unpadded: The same without zero heads.
-        cuts: What the model loses.
-        evidence: What the plan was made of.
+        cuts: The heads that go.
+        evidence: The evidence of the plan.
         weights: The trained weights that belong to it, by name.
-        padding: What was padded, a sentence each.
+        padding: The padding, a sentence each.
     """
 
     plan: Plan

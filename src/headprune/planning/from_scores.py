@@ -23,11 +23,11 @@ def even_units(
 
     Args:
         attentions: The attention modules, in order.
-        unit: What is removed as one piece.
+        unit: Unit of removal.
         scores: One score per unit, in order.
         budget: Query heads to keep; met as nearly as equal counts allow, with one unit at least; of
             two as near, the larger.
-        fits: Whether a plain config holds so many query and KV heads.
+        fits: Says if a plain config holds these numbers of query and KV heads.
 
     Returns:
         Positions of the kept units.
@@ -77,7 +77,7 @@ def plan_from_scores(
 
     Args:
         attentions: The attention modules to choose among, in order.
-        unit: What is removed as one piece.
+        unit: Unit of removal.
         scores: One score per unit, in order; higher is kept first.
         budget: Query heads to keep.
         model: The model that the plan is for.

@@ -1,4 +1,4 @@
-"""How many KV heads every attention module gets: as they were stated, or equal."""
+"""Numbers of KV heads of every attention module: stated, or equal."""
 
 from __future__ import annotations
 

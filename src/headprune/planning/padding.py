@@ -1,7 +1,7 @@
 """Zero heads for engines that know no ragged groups and no layer without heads.
 
 Removed heads that stay in the weights, with a gate of 0: their columns of W_O are zero, so that
-nothing is computed by them. What a family has per head, they have too.
+they cost no computation. They have all per-head parameters of a family, too.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def laid_out(plan: Plan, constraints: Constraints) -> tuple[Plan, list[Cut], tup
         constraints: The layout, what else the result must be, and the model.
 
     Returns:
-        The plan, its cuts, and what was padded, a sentence each.
+        The plan, its cuts, and the padding, a sentence each.
 
     Raises:
-        PlanError: If the plan does not fit the model or what is asked for.
+        PlanError: If the plan does not fit the model or the layout.
     """
     said: tuple[str, ...] = ()
     if constraints.layout is LayoutOption.PADDED:
@@ -101,7 +101,7 @@ def _said(given: Plan, padded: Plan, attentions: Sequence[Attention]) -> Iterato
 
 
 def zero_heads_said(ragged: Sequence[int], empty: Mapping[int, int]) -> Iterator[str]:
-    """What zero heads are for and cost, a sentence each.
+    """Give purpose and cost of zero heads, a sentence each.
 
     Args:
         ragged: Layers whose groups they make equal.

@@ -37,16 +37,16 @@ PROMPT = 256  # tokens of the prefill that --min-speedup is measured on
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what it spends.
+    """A plan and its spending.
 
     Attributes:
         plan: The plan.
-        criterion: What it was made by.
-        spent: Per budget: what was asked for, and what the plan comes to.
-        scores: What the scores say of themselves.
+        criterion: Its criterion.
+        spent: Per budget: the limit, and the plan's sum.
+        scores: Metadata of the scores.
         kept_of_free: With ``--for``: the sum of the scores that stay, as a
             share of what stays without; None where shares of scores say nothing.
-        roles_lost: Roles of which no head stays; None without a record of roles.
+        roles_lost: Roles that lose their last head; None without a record of roles.
     """
 
     plan: Plan
@@ -58,7 +58,7 @@ class Planned:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know before it is cut by, a sentence each."""
+        """Warnings before a cut by it, a sentence each."""
         return reckons_with_refit(self.criterion)
 
 
@@ -79,7 +79,7 @@ def plan(
         config: What may stay, and how it is chosen.
         output: The plan file to write; None for none.
         overwrite: Replace an existing output.
-        context: What it runs in.
+        context: Progress and permissions.
 
     Raises:
         HeadpruneError: If model, scores and budgets do not fit together.

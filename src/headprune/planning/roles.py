@@ -54,7 +54,7 @@ def held_units(
 def refuse_broken_hold(
     held: frozenset[int], kept: set[int], sizes: Sequence[int], names: Sequence[str]
 ) -> None:
-    """Refuses a choice that cannot keep what is held.
+    """Refuse a choice that cannot keep the held units.
 
     Raises:
         PlanError: Saying how many heads are held.
@@ -68,7 +68,7 @@ def refuse_broken_hold(
 
 
 def roles_lost(record: RolesRecord | None, plan: Plan) -> tuple[str, ...] | None:
-    """The roles of a record of which no head stays; None without a record."""
+    """Return the roles of a record that lose their last head; None without a record."""
     if record is None:
         return None
     kept = {(path, head) for path, part in plan.attentions.items() for head in part.keep}

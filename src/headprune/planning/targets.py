@@ -1,4 +1,4 @@
-"""Which engine holds a result of which shape.
+"""Engines, and the shapes of results that they hold.
 
 Plans keep to this table, exports and model cards follow it, and the docs show it.
 """
@@ -40,7 +40,7 @@ class EngineShapes:
     Attributes:
         name: The engine, and the way into it.
         tested: The version that ran the cells.
-        cells: Per shape: "yes", "no", or what is written for it.
+        cells: Per shape: "yes", "no", or the name of its substitute.
         refusal: Return why the engine takes no result of a model, as the end of a sentence.
         limits: Return the shapes that it takes of other models only, each with the reason.
         zero_heads: Empty layers that get a zero head, at the cost of one that stays.

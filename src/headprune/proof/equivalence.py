@@ -4,9 +4,8 @@ All three run on probe inputs (``model.probes``). Beside the differences stands 
 far the logits move when the gates are shifted by one head. A proof whose control is as small as
 its differences would show nothing.
 
-What W_O of every attention module gives is compared as well, relative to its own largest value, and
-every module that is cut has a control of its own: a wrong cut of a module with small weights moves
-the logits by less than rounding does.
+Outputs of every W_O are compared as well, relative to their largest value. Every module that is cut
+has a control of its own: a wrong cut of small weights moves the logits by less than rounding.
 """
 
 from __future__ import annotations
@@ -58,14 +57,14 @@ def probe_gated(
     attentions, gates = [cut.attention for cut in cuts], fixed([cut.gate() for cut in cuts])
     with _controlled(cuts) as controls, gated(attentions, gates):
         outputs = probe(model, inputs, decoded)
-    # what is zero with right and wrong gates hides nothing: anything else is a difference
+    # zero outputs with right and wrong gates hide nothing: anything else is a difference
     outputs.controls = {c.path: c.share for c in controls if c.largest or not c.calls}
     return outputs
 
 
 @dataclass
 class _Control:
-    """How far wrong gates move what W_O of one module gives.
+    """Measure how far wrong gates move the output of W_O of one module.
 
     Attributes:
         path: The module.
@@ -89,7 +88,7 @@ class _Control:
 def _controlled(cuts: Sequence[Cut]) -> Iterator[list[_Control]]:
     """Measures, in the passes of a model, what wrong gates would change at each module.
 
-    At those that are cut; at all, where none is.
+    Only modules that are cut; all, where none is.
     """
 
     def watch(cut: Cut, control: _Control) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -154,7 +153,7 @@ def _same(gates: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far a model moves when its gates move by one bit; the larger of two draws.
+    """Measure how far a model moves when its gates move by one bit; the larger of two draws.
 
     Attributes:
         outputs: Its outputs.
@@ -201,7 +200,7 @@ def allowed(
     Args:
         model: The model, run as it is.
         inputs: Probe inputs.
-        outputs: What it makes of them.
+        outputs: Its outputs.
         gap: The difference in question; only a large one needs a measurement.
     """
     least = TOLERANCE[model.dtype]
@@ -295,7 +294,7 @@ def digest(inputs: dict[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a cut model must compute, measured on the gated original before the cut.
+    """The outputs a cut model must give, measured on the gated original before the cut.
 
     Attributes:
         inputs: The probe inputs.
@@ -303,7 +302,7 @@ class Expectation:
         control: Outputs of a wrong cut; None where no heads are left.
         rounding: How far a model moves when gates move by one bit.
         dtype: Element type that the original ran in.
-        cast: What rounding the weights to what is stored of them cost before that.
+        cast: The cost of rounding the weights to their stored type before that.
     """
 
     inputs: dict[str, Tensor]
@@ -323,7 +322,7 @@ class Expectation:
         return explained(self.dtype, self.rounding.modules.get(path, 0.0) * spare)
 
     def inconclusive(self, spare: float = 1.0) -> str | None:
-        """Why a wrong cut would pass as well, also if rounding is amplified so many times as much.
+        """Say why a wrong cut would pass as well, also if rounding is amplified ``spare`` times.
 
         At a module, its control is held against the tolerance. That of the outputs is held against
         rounding alone: one head of a thousand may move them by little, and the modules tell it.
@@ -360,7 +359,7 @@ class Expectation:
             )
 
     def apart(self, got: Outputs) -> str | None:
-        """Where a model differs from what is expected by more than rounding explains."""
+        """Say where a model differs from the expected outputs by more than rounding explains."""
         gap = difference(self.wanted, got)
         if not gap <= self.tolerance:
             return f"{gap:.2e} of the largest output; {self.tolerance:.2e} is allowed"
@@ -379,11 +378,11 @@ def expect(
     inputs: dict[str, Tensor] | None = None,
     decoded: bool = True,
 ) -> Expectation:
-    """Measures what a cut must lead to; the model is in float32 at least (``precision.widened``).
+    """Measure the outputs a cut must lead to, in float32 at least (``precision.widened``).
 
     Args:
         model: The model, uncut.
-        cuts: What is going to be cut.
+        cuts: The planned cuts.
         inputs: Probe inputs; None to make them.
         decoded: Whether a language model is also decoded from: 31 passes instead of 4.
     """
@@ -397,11 +396,11 @@ def expect(
 def expect_stored(
     model: PreTrainedModel, cuts: Sequence[Cut], stored: StoredDtypes
 ) -> tuple[Expectation, list[Cut]]:
-    """Measures what a cut must lead to once it is stored, which the model is rounded to.
+    """Measure the outputs of a stored cut; the model is rounded to its stored types.
 
     Args:
         model: The model, uncut; afterwards its gates are folded in.
-        cuts: What is going to be cut.
+        cuts: The planned cuts.
         stored: The element types that are written.
 
     Returns:
@@ -422,10 +421,10 @@ def expect_stored(
 
 
 def conclude(expected: Expectation, reloaded: Outputs) -> Proof:
-    """Compares a result with what was expected of it.
+    """Compare a result with its expected outputs.
 
     Args:
-        expected: What the gated original computes.
+        expected: Outputs of the gated original.
         reloaded: Outputs of the model read back from disk.
 
     Raises:

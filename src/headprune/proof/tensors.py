@@ -1,7 +1,7 @@
 """The other proof: every tensor of a result, read back, holds the slices of the original that stay.
 
-It runs nothing, so it fits in any memory; what it cannot show is that the class of the result
-computes with them what the original does.
+It runs nothing, so it fits in any memory. It cannot show that the class of the result
+computes with these tensors as the original does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def compare(
     pieces: Sequence[Piece],
     on_tensor: Callable[[int, int], None] = lambda done, total: None,
 ) -> TensorProof:
-    """Compares a result with what it was to be made of.
+    """Compare a result with the pieces of its order.
 
     Args:
         result: The result, read back.

@@ -50,9 +50,9 @@ class Check:
     """One thing that was looked at.
 
     Attributes:
-        name: What was looked at.
-        passed: Whether it is as it should be.
-        found: What was found.
+        name: Subject of the check.
+        passed: The verdict.
+        found: The finding.
     """
 
     name: str
@@ -66,8 +66,8 @@ class Verification:
 
     Attributes:
         folder: The folder.
-        checks: What was looked at.
-        not_run: Why a check that would have run did not, if one did not.
+        checks: All checks.
+        not_run: Reason why a planned check did not run, if one did not.
     """
 
     folder: str
@@ -76,7 +76,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
+        """True if every check passed."""
         return all(check.passed for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def verify(
     trust_remote_code: bool = False,
     on_stage: Stage = lambda stage: None,
 ) -> Verification:
-    """Re-runs the proof of a result: hashes, load routes, outputs against those that were stored.
+    """Re-run the proof of a result: hashes, load routes, outputs against the stored ones.
 
     Args:
         folder: A folder that headprune wrote.
@@ -151,7 +151,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Probed:
-    """What a model computed, the Auto class that leads to it, and whether it ran layer by layer."""
+    """Outputs of a model, the Auto class that leads to it, and whether it ran layer by layer."""
 
     outputs: Outputs
     auto_class: str
@@ -161,7 +161,7 @@ class _Probed:
 def _compared(
     route: str, load: Callable[[], PreTrainedModel], stored: Sample
 ) -> tuple[Check, _Probed | None]:
-    """Compares what a route leads to with the outputs that were stored."""
+    """Compare the outputs of a load route with the stored ones."""
     try:
         net = placed(load())
         inputs = probes.probe_inputs(net, stored.seed)
@@ -246,7 +246,7 @@ def _refuse_stranger(folder: Path, manifest: Manifest, against: str | Path) -> N
 
 
 def _runs_only_ours(folder: Path, copy: Path) -> bool:
-    """Whether all code that a folder's config names is our own runtime, to the byte."""
+    """Return whether all code that a folder's config names is our own runtime, to the byte."""
     try:
         named = (read_json(copy / "config.json").get("auto_map") or {}).values()
     except (FileNotFoundError, CheckpointError, AttributeError):
@@ -259,7 +259,7 @@ def _runs_only_ours(folder: Path, copy: Path) -> bool:
 
 
 def _files(folder: Path, manifest: Manifest) -> Check:
-    """Compares the files that are there with those of the manifest."""
+    """Compare the files of a folder with the manifest."""
     found = []
     for name, digest in manifest.files.items():
         try:
@@ -286,7 +286,7 @@ def _proof_dtype(proof: Proof) -> torch.dtype:
 
 
 def _doubts(proof: Proof) -> Iterator[str]:
-    """What is wrong with the numbers of a recorded proof, by the rules that it is made with."""
+    """Say where the numbers of a recorded proof break the rules of proofs."""
     allowed = equivalence.explained(_proof_dtype(proof), proof.rounding)
     if not proof.gated_vs_reloaded <= allowed:
         worst = proof.gated_vs_reloaded
@@ -303,7 +303,7 @@ def _doubts(proof: Proof) -> Iterator[str]:
 def _tensors(
     folder: Path, manifest: Manifest, against: str | Path | None, trust_remote_code: bool
 ) -> Iterator[Check]:
-    """Whether the weights are those that the class takes, and hold slices of the original."""
+    """Check that the weights fit the class, and hold slices of the original."""
     try:
         result = read_model(folder, allowed=Allowed(trust_remote_code))
         result.check_tensors()

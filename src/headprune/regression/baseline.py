@@ -20,12 +20,12 @@ from headprune.io.parsing import read_as
 from headprune.io.writing import write_whole
 from headprune.schemas.values import Digest, Finite
 
-# settings that decide what is measured; the others, such as the batch size, may change
+# settings that decide a number; the others, such as the batch size, may change
 DECISIVE = ("prefix_ids", "seq_len", "max_windows", "seed")
 
 
 class Subject(BaseModel):
-    """What stays the same of a model when its heads are cut, shared or trained."""
+    """Facts of a model that stay when its heads are cut, shared or trained."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -117,7 +117,7 @@ class Baseline(BaseModel):
         why = self._other(loaded, settings)
         if why is not None:
             raise DataError(
-                f"The baseline '{path}' was made {why}. Give what it was made with, or write a new "
+                f"The baseline '{path}' was made {why}. Give the same settings, or write a new "
                 "one with --update-baseline --config allow_other=true."
             )
 
@@ -152,7 +152,7 @@ class Baseline(BaseModel):
 
         Args:
             path: The file of this baseline.
-            metric: What is limited.
+            metric: The limited metric.
             settings: The settings of this run.
             against: Id of the original of this run.
 
@@ -172,7 +172,7 @@ class Baseline(BaseModel):
             if then != now:
                 raise DataError(
                     f"The {metric} of the baseline '{path}' was measured otherwise: {name} was "
-                    f"{then} and is {now}. Give what it was made with, or write a new one with "
+                    f"{then} and is {now}. Give the old value, or write a new one with "
                     "--update-baseline."
                 )
 

@@ -192,7 +192,7 @@ def _load(config: CheckConfig, against: str | None, trust_remote_code: bool) -> 
 
 
 def _is_of_two(limit: Limit) -> bool:
-    """Whether the metric itself needs the original, whatever the limit."""
+    """Return whether the metric itself needs the original, whatever the limit."""
     return limit.is_quality and spec_of(limit.metric).of_two
 
 

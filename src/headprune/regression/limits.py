@@ -1,9 +1,9 @@
-"""Limits: what must hold, one line each.
+"""Limits, one line each.
 
     perplexity <= 25               absolute
     perplexity <= +2 %             change since the baseline
     accuracy >= -0.01              difference to the baseline: a sign, no percent
-    perplexity recovery >= 98 %    of the original's quality: 100 % is as good
+    perplexity recovery >= 98 %    of the original's quality
     perplexity <= 105 %            of the original's value
     kv_cache_bytes_per_token <= 50 %
     decode_tokens_per_s >= 120 %   of the original's speed, timed in the same run
@@ -49,7 +49,7 @@ _BOUND = re.compile(r"(?P<sign>[+-]?)\s*(?P<number>[\d._]+(?:[eE][+-]?\d+)?)\s*(
 
 
 class Comparison(str, Enum):
-    """What the number of a limit is compared with."""
+    """The reference of a limit's number."""
 
     ABSOLUTE = "absolute"  # the metric itself
     CHANGE = "change"  # metric / baseline - 1
@@ -65,8 +65,8 @@ class Limit:
     Attributes:
         text: As it was written.
         metric: Its metric.
-        kind: What is compared.
-        op: On which side of the bound the metric must be.
+        kind: Its reference.
+        op: The side of the bound where the metric must be.
         bound: The bound; a share of one where a percentage was written, a name for load_route.
     """
 
@@ -78,22 +78,22 @@ class Limit:
 
     @property
     def is_quality(self) -> bool:
-        """Whether it is on a metric of data or of tasks."""
+        """True if it is on a metric of data or of tasks."""
         return is_score(self.metric) or parted(self.metric)[0] in METRICS
 
     @property
     def percent(self) -> bool:
-        """Whether its numbers are read as percentages."""
+        """True if its numbers are read as percentages."""
         return self.kind in (Comparison.CHANGE, Comparison.SHARE, Comparison.RECOVERY)
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether it is relative to the baseline."""
+        """True if it is relative to the baseline."""
         return self.kind in (Comparison.CHANGE, Comparison.DIFFERENCE)
 
     @property
     def needs_original(self) -> bool:
-        """Whether it is relative to the original."""
+        """True if it is relative to the original."""
         relative = self.kind in (Comparison.SHARE, Comparison.RECOVERY)
         return relative or self.metric == ROLES_LOST
 

@@ -48,22 +48,22 @@ class Verdict(str, Enum):
 
 
 class Judged(BaseModel):
-    """A limit and what was measured. Percentages are shares of one here.
+    """A limit and its measurement. Percentages are fractions here.
 
     Attributes:
         limit: As it was written.
         metric: Its metric.
-        kind: What was compared: the metric itself, its change since the baseline, ...
-        op: Side of the bound on which it must be.
+        kind: The compared number: the metric itself, its change since the baseline, ...
+        op: The side of the bound where it must be.
         bound: The bound.
         value: The measured value.
-        low: Lower end of its interval; None for what is counted, not estimated.
+        low: Lower end of its interval; None for counts, which are not estimated.
         high: Upper end.
         confidence: Level of the interval.
         n: Windows, examples or repeats behind it.
         n_needed: About how many would make an undecided verdict clear.
         verdict: Whether the limit holds.
-        names: Names of what was counted, such as lost roles.
+        names: Names of counted things, such as lost roles.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -101,7 +101,7 @@ class Judged(BaseModel):
         return f"{value} ({', '.join(self.names)})" if self.names else value
 
     def interval(self) -> str:
-        """Return its interval as text; empty for what is counted."""
+        """Return its interval as text; empty for a count."""
         if self.low is None or self.high is None:
             return ""
         return f"{self._shown(self.low)} to {self._shown(self.high)}"
@@ -119,7 +119,7 @@ class Judged(BaseModel):
         return "; ".join(filter(None, parts))
 
     def _shown(self, value: float) -> str:
-        """Return a value with as many digits as it takes to tell it from the bound."""
+        """Return a value with enough digits to tell it from the bound."""
         assert not isinstance(self.bound, str)
         plain = self.kind in (Comparison.ABSOLUTE, Comparison.DIFFERENCE)
         scale, unit = (1, "") if plain else (100.0, " %")
@@ -204,7 +204,7 @@ def judge_limit(
 
     Args:
         limit: The limit.
-        evaluation: What was measured, of the original too if a limit needs it.
+        evaluation: The measurements, of the original too if a limit needs it.
         route: The load route of the model.
         baseline: The stored one, if a limit refers to it.
         ratios: Speed over the original's, run by run, of the metrics of speed.

@@ -89,7 +89,7 @@ class AttentionPicture:
         )
 
     def left_out(self) -> Iterator[str]:
-        """Yield a sentence per text of which tokens are not shown."""
+        """Yield a sentence per text about tokens that are not shown."""
         sides = {
             side.labels: side for one in self.sentence.layers for side in (one.queries, one.keys)
         }
@@ -135,7 +135,7 @@ def attention_picture(
         text: The sentence; at most 40 tokens of it are shown.
         heads: Heads to show first, as in ``["18.6"]``; by default the sharpest.
         layers: Layers to show; by default all.
-        target: Input of an encoder-decoder's decoder; by default what the model writes.
+        target: Input of an encoder-decoder's decoder; by default the model's own output.
         attention: Kinds of attention: encoder, decoder or cross; by default all.
         **loading: ``trust_remote_code`` and ``drop_unexpected``.
 

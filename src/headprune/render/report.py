@@ -1,4 +1,4 @@
-"""headprune report: what was done in runs and what came out, as a page or as Markdown."""
+"""headprune report: runs and their results, as a page or as Markdown."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from headprune.proof.verify import Verification
     from headprune.schemas.scores import Scores
 
-SHADES = "·░▒▓█"  # from the heads that would go first to those that would go last
+SHADES = "·░▒▓█"  # from the first heads to go to the last
 _DRY = "Nothing was written (--dry-run)."
 _RAGGED = (
     "single heads of a grouped-query model leave KV heads with unequal numbers of queries. Such a "

@@ -19,8 +19,8 @@ NOTHING, GONE = "·", " "  # a head without role, and one that was cut
 _MOST = 6  # heads that a line names
 _KEY = (
     "Capital letters and = are roles; small ones are attributes, or roles that the interval leaves "
-    f"open; {NOTHING} is neither. +: as many more are nearly over the line. score: the interval. "
-    "writes: norm of what the best one writes, relative to the residual."
+    f"open; {NOTHING} is neither. +: more heads are nearly over the line. score: the interval. "
+    "writes: norm of the best one's output, relative to the residual."
 )
 
 

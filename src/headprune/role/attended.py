@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Facts = Mapping[str, Tensor]
-"""What is known of a batch.
+"""Facts of a batch.
 
     trees      belongs (sequences, tokens, words), heads and relations (sequences, words; -1: none),
                ranks (sequences, tokens): number of more frequent kinds of tokens; -1: special

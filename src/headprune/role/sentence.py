@@ -110,7 +110,7 @@ def read_sentence(
     Args:
         model: Folder or hub id.
         text: The sentence; it is cut after ``MOST_TOKENS`` tokens.
-        target: Input of the decoder; None for what the model writes.
+        target: Input of the decoder; None for the model's own output.
         attention: Kinds of attention; empty for all.
         context: Progress and permissions.
 

@@ -229,12 +229,13 @@ def retrieval(attn: Attended) -> Counted:
 def syntactic(attn: Attended) -> Counted:
     """Share of words whose largest weight is on a word related to them.
 
-        share of words whose argmax is the related word, per relation and direction, less the
-        share of them for which the most frequent offset of that relation is right
+        (words whose argmax is the related word) - (words where the usual offset is right),
+        as a share of the words, per relation and direction
 
-    Attention to a word is the sum over its tokens, attention from it the mean. The word itself and
-    special tokens are left out, as are relations of fewer than a hundred words, punctuation, the
-    root, and in causal attention words after the query. It needs ``--trees`` and a fast tokenizer.
+    Attention to a word is the sum over its tokens, attention from it the mean. Left out are the
+    word itself, special tokens, punctuation and the root. Also left out are relations of fewer than
+    a hundred words, and in causal attention words after the query. It needs ``--trees`` and a fast
+    tokenizer.
 
     Source: Voita et al. 2019, arXiv 1905.09418, section 5.2, in points; Clark et al. 2019, arXiv
     1906.04341, section 4.2.
@@ -315,8 +316,8 @@ def copying(attn: Attended) -> Counted | None:
 
         share of tokens t of a run with argmax_u (W_U W_O W_V x_t)[u] = t, over its tokens u
 
-    x_t is the head's input at t; the mean over t of what it writes is taken off. Chance is one in
-    the tokens of the run. It says what a head writes and not where it looks, so it is an attribute.
+    x_t is the head's input at t; the mean over t of the head's output is taken off. Chance is one
+    in the tokens of the run. It tells a head's output, not its attention, so it is an attribute.
     Only models that predict the next token, and whose W_O writes what W_U reads, have it.
 
     Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits, and Olsson et
@@ -353,7 +354,7 @@ def first_token(attn: Attended) -> Counted:
 
         mean over queries from the fifth on of A[q, 0]
 
-    Many heads rest there where what they look for is missing, induction heads among them, so it is
+    Many heads rest there where their target is missing, induction heads among them, so it is
     an attribute.
 
     Source: Xiao et al. 2023, arXiv 2309.17453, section 3.1; they draw no line.

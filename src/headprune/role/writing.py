@@ -1,4 +1,4 @@
-"""What heads write: |W_O,h z_h| / |residual|, and logits of the tokens that it makes likelier.
+"""Outputs of heads: |W_O,h z_h| / |residual|, and logits of the tokens that they make likelier.
 
 z_h is the head's output, the residual enters its layer (Kobayashi et al. 2020, arXiv 2004.10102).
 """

@@ -6,7 +6,7 @@ model that headprune cut unevenly, so that
 
     AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-loads it where headprune is not installed. What it needs to know stands in ``config.headprune``:
+loads it where headprune is not installed. Its settings stand in ``config.headprune``:
 
     family   where attention sits, its projections, and which attributes follow the head counts
     layout   per attention module, the ids of the heads that are left
@@ -59,8 +59,8 @@ class ProjectionModule:
     Attributes:
         path: Full path in the model.
         module: The module.
-        holds: What it computes: "q", "k", "v", "qkv", "o", or "" if it stays whole.
-        groups: Whether a fused one is laid out ``[q ... q k v]`` per KV head.
+        holds: Its roles: "q", "k", "v", "qkv", "o", or "" if it stays whole.
+        groups: True if a fused one is laid out ``[q ... q k v]`` per KV head.
         head_dim: Width of one head in it.
     """
 
@@ -216,7 +216,7 @@ def _measured(
 def layout_entry(
     query_ids: Sequence[int], kv_ids: Sequence[int], group_sizes: Sequence[int]
 ) -> dict[str, list[int]]:
-    """What the layout says of one attention module."""
+    """The layout of one attention module."""
     entry = {"query_heads": list(query_ids), "kv_heads": list(kv_ids)}
     if len(set(group_sizes)) > 1:
         entry["group_sizes"] = list(group_sizes)
@@ -234,7 +234,7 @@ def check_heads(heads: Any) -> None:
     """Refuses what describes no heads: an entry of the layout that is damaged.
 
     Raises:
-        ValueError: Saying what is wrong with it.
+        ValueError: Naming the mistake.
     """
     names = {"query_heads", "kv_heads"}
     if not isinstance(heads, Mapping) or not names <= set(heads) <= names | {"group_sizes"}:
@@ -255,7 +255,7 @@ def check_heads(heads: Any) -> None:
 
 
 def _check_description(description: Any) -> None:
-    """Refuses what is no ``config.headprune``.
+    """Refuse an invalid ``config.headprune``.
 
     Raises:
         ValueError: Naming the part that is damaged, or the schema.
@@ -374,12 +374,12 @@ def _owners(attention: Attention) -> list[int]:
 
 
 def _repeats_output(attention: Attention, family: Mapping[str, Any]) -> bool:
-    """Whether projections must give K and V once per query head."""
+    """Return whether projections must give K and V once per query head."""
     return bool(family["counts_keys_as_queries"]) and attention.kv_heads < attention.query_heads
 
 
 def _repeated_here(attention: Attention, family: Mapping[str, Any]) -> bool:
-    """Whether KV heads must be repeated for their queries on the way into the attention function.
+    """Return whether KV heads must be repeated for their queries before the attention function.
 
     Stock classes for grouped queries do it themselves, for groups of equal size.
     """
@@ -393,7 +393,7 @@ def _repeated_here(attention: Attention, family: Mapping[str, Any]) -> bool:
 
 
 def _mixin(attention: Attention, family: Mapping[str, Any]) -> type | None:
-    """What the attention class must do differently, if anything."""
+    """Return the changes of an attention class, if it needs any."""
     if not attention.query_heads:
         return EmptySharedBias if family["shares_position_bias"] else EmptyAttention
     if family["shares_position_bias"]:
@@ -493,7 +493,7 @@ class Positions:
         index = self._by_device.get(tensor.device)
         if index is None:
             index = torch.tensor(self.numbers, dtype=torch.long, device=tensor.device)
-            # tensors of a trace are none to go on with
+            # tensors of a trace cannot be continued with
             if type(index) is torch.Tensor and not torch.compiler.is_compiling():
                 self._by_device[tensor.device] = index
         return tensor.index_select(dim, index)
@@ -521,7 +521,7 @@ def repeating_attention(
 ) -> Any:
     """Hands each query its KV head, where the stock class repeats none, or only equally often.
 
-    Shapes are (batch, heads, length, head_dim). The cache holds every KV head once; how it goes on
+    Shapes are (batch, heads, length, head_dim). The cache holds every KV head once; repeating them
     is for the model's own attention implementation.
     """
     home = sys.modules[stock_class(module).__module__]
@@ -574,7 +574,7 @@ def _sharing(cache: Any, firsts: Positions, owners: Positions) -> Any:
 
 
 class _Facts:
-    """What a changed attention class must know of its module."""
+    """Facts that a changed attention class must know of its module."""
 
     def __init__(self, attention: Attention, family: Mapping[str, Any]) -> None:
         owners = _owners(attention)
@@ -694,9 +694,9 @@ class PartOfSharedBias(PartOfHeads):
 
 
 class EmptyAttention(_Changed):
-    """An attention class whose heads are all gone: what is left is the output bias."""
+    """An attention class without heads: only the output bias is left."""
 
-    # what it finds on the attention class that it is mixed into
+    # attributes of the attention class that it is mixed into
     config: Any
     layer_idx: int
     get_submodule: Any
@@ -718,7 +718,7 @@ class EmptyAttention(_Changed):
         return output, hidden_states.new_zeros(batch, 0, length, keys)
 
     def _keys(self, hidden_states: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """How many positions the attention would look at; a cache gets stubs in their place."""
+        """Return the number of attended positions; a cache gets stubs in their place."""
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
         cache, layer = caches[0] if caches else None, self.headprune.cache_layer
         source = kwargs.get("key_value_states")
@@ -734,13 +734,13 @@ class EmptyAttention(_Changed):
 
 
 def _keep_length(cache: Any, layer: Any, states: Any) -> Any:
-    """Puts a stub into a layer's own place in the cache: one head that is one number wide.
+    """Put a stub into a layer's own place in the cache: one head that is one number wide.
 
-    transformers reads the sequence length off the first layer and the sizes of masks off the first
-    of each type (full, sliding, chunked), and it crops and reorders them all.
+    transformers reads the sequence length off the first layer. It reads the sizes of masks off the
+    first of each type (full, sliding, chunked), and crops and reorders all layers.
 
     Returns:
-        The length of what the layer would attend to.
+        The length that the layer would attend to.
     """
     stored = cache.layers[layer] if layer < len(cache.layers) else None
     stubs = (_stub(getattr(stored, name, None), states) for name in ("keys", "values"))
@@ -765,7 +765,7 @@ class EmptySharedBias(EmptyAttention):
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         bias, cache = kwargs.get("position_bias"), kwargs.get("past_key_values")
         seen = cache.get_seq_length(self.layer_idx) if cache is not None else 0
-        seen = seen + 0  # a copy: a static cache goes on counting in the tensor that it gives
+        seen = seen + 0  # a copy: a static cache counts on in the tensor that it gives
         length, keys = hidden_states.shape[1], self._keys(hidden_states, args, kwargs)
         output, weights = super().forward(
             hidden_states, *args, **{**kwargs, "past_key_values": None}
@@ -840,7 +840,7 @@ def pruned_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
         native.__init__(self, config, *inputs, **kwargs)
         apply_layout(self, config.headprune)
 
-    __init__.__annotations__ = {}  # strings here; vLLM asks isinstance of what is annotated
+    __init__.__annotations__ = {}  # strings here; vLLM asks isinstance of annotations
     body = {
         "__init__": __init__,
         # transformers renames old checkpoint keys for its own classes only, and this is one of them

@@ -33,7 +33,7 @@ TENSORS, METADATA, WEIGHTS = "gates.safetensors", "gates.json", "weights.safeten
 
 
 class GatesMetadata(BaseModel):
-    """What the gates belong to and how they came about.
+    """Model, training and data of gates.
 
     Attributes:
         headprune_version: Version that wrote them.
@@ -47,7 +47,7 @@ class GatesMetadata(BaseModel):
         query_heads: Query heads of the model.
         kept_heads: Query heads whose gates stay open.
         steps: Optimiser steps.
-        objective: What they were trained on.
+        objective: Their loss.
         data: Source of the training data.
         final_loss: Loss of the last step.
         trained_weights: Whether weights.safetensors belongs to them.
@@ -96,7 +96,7 @@ class TrainedGates(BaseModel):
     def id(self) -> str:
         """SHA-256 of the gates, of trained weights, and of what gates.json says of them.
 
-        Not of what the model and the data are called.
+        Names of model and data have no part in it.
         """
         said = self.metadata.model_dump(
             mode="json",
@@ -109,7 +109,7 @@ class TrainedGates(BaseModel):
         )
 
     def open_probability(self) -> Tensor:
-        """How likely each gate is open; where none is drawn ``log_alpha`` is but an order."""
+        """Return the probability that each gate is open; without draws ``log_alpha`` only ranks."""
         if self.metadata.method is not Method.L0:
             return self.kept.float()
         return hard_concrete.open_probability(self.log_alpha, self.metadata.temperature)
@@ -183,7 +183,7 @@ def read_metadata(folder: Path) -> GatesMetadata:
     if not path.is_file():
         unfinished = folder.with_name(f"{folder.name}-checkpoints").is_dir()
         raise CheckpointError(
-            f"The training in '{folder}' is not finished; go on with train-gates --resume."
+            f"The training in '{folder}' is not finished; resume it with train-gates --resume."
             if unfinished
             else f"'{folder}' is no gates folder (it has no {METADATA}); headprune train-gates "
             "writes one."

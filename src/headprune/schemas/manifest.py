@@ -1,4 +1,4 @@
-"""headprune.json: what a result is, where it comes from, and its proof."""
+"""headprune.json: identity, origin and proof of a result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BeforeAfter = tuple[Count, Count]
 
 
 class LineageStep(BaseModel):
-    """What one command made of a model: the record of a result, apart from its files.
+    """The record of a result, apart from its files.
 
     Attributes:
         id: Id of the result (``Manifest.digest``).
@@ -57,11 +57,11 @@ class LineageStep(BaseModel):
         parameters: Parameters before and after.
         layout: Per attention module, the heads that are left.
         engines: Engines of generated text that hold its shape.
-        done: What was done.
-        refit: How W_O made up for the heads that went, if it did.
-        choice: What it was chosen among, if it was.
-        proof: What the proof measured; None where tensors were compared in its place.
-        tensor_proof: What that comparison showed.
+        done: The change.
+        refit: The refit of W_O, if there was one.
+        choice: The candidates and the choice among them, if there was one.
+        proof: Its measurements; None where tensors were compared in its place.
+        tensor_proof: Result of that comparison.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -96,19 +96,19 @@ class LineageStep(BaseModel):
 
     @property
     def proven(self) -> str:
-        """What the proof came to, in a few words."""
+        """The result of the proof, in a few words."""
         if self.proof is not None:
             return f"{self.proof.gated_vs_reloaded:.1e}"
         return "tensors equal"
 
     @property
     def evidence(self) -> Evidence | None:
-        """What chose the heads that stay, if heads were removed and it is known."""
+        """The evidence of the choice of heads, if heads were removed and it is known."""
         return self.done.evidence if isinstance(self.done, Pruning) else None
 
     @property
     def changed_weights(self) -> str | None:
-        """What changed weights of heads that stay; None if nothing did."""
+        """The change of the weights of heads that stay; None without one."""
         if isinstance(self.done, Merging):
             return "its KV heads were merged"
         if isinstance(self.done, Healing):
@@ -120,7 +120,7 @@ class LineageStep(BaseModel):
 
     @property
     def uneven(self) -> bool:
-        """Whether attention modules differ in their numbers of heads."""
+        """True if attention modules differ in their numbers of heads."""
         return len({tuple(map(len, h.as_json().values())) for h in self.layout.values()}) > 1
 
 
@@ -139,9 +139,9 @@ class Manifest(Recorded, LineageStep):
     probe: Sample | None = None
 
     def digest(self) -> str:
-        """What the id is: SHA-256 of what the result is and what it was made of.
+        """Return the id: SHA-256 of the result and its making.
 
-        That is its files, the id of its parent, what was done and by which evidence, and the
+        That is its files, the id of its parent, the change and its evidence, and the
         refit; not the times in it, its versions and command, measurements, and the names and
         places of text and teacher. Fields that are None do not count.
         """
@@ -160,7 +160,7 @@ class Manifest(Recorded, LineageStep):
 
 
 def utc_now() -> str:
-    """UTC time in milliseconds: what was measured last is told by it, also within a second."""
+    """Return UTC time in milliseconds, which orders measurements, also within a second."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 

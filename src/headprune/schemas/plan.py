@@ -1,4 +1,4 @@
-"""The plan: which heads of which attention module stay. The waist between evidence and surgery.
+"""The plan: the heads of every attention module that stay. It joins evidence and surgery.
 
 A plan is a small JSON file, keyed by module path, holding ids of heads and never weights:
 
@@ -37,14 +37,14 @@ Factor = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class Shape(str, Enum):
-    """How a result is stored."""
+    """Storage of a result."""
 
     NATIVE = "native"  # a plain config: loads anywhere
     RUNTIME = "runtime"  # uneven heads: modeling_headprune.py travels with the weights
 
 
 class ModelIdentity(BaseModel):
-    """Which model evidence or a plan belongs to.
+    """The model of evidence or a plan.
 
     Attributes:
         name: The folder name or hub id it was read from.
@@ -62,7 +62,7 @@ class ModelIdentity(BaseModel):
 
 
 class AttentionPlan(BaseModel):
-    """What stays of one attention module.
+    """The heads of one attention module that stay.
 
     Attributes:
         query_heads: Query heads it has before the cut.
@@ -96,10 +96,10 @@ class AttentionPlan(BaseModel):
 
 
 class Plan(BaseModel):
-    """Which heads of a model stay.
+    """The heads of a model that stay.
 
     Attributes:
-        unit: What was removed as one piece.
+        unit: Unit of removal.
         model: The model it was made for; None if it was written by hand.
         merge: How the KV heads of a group become one; None where no group has several, and in
             plans that were written before it was said.
@@ -126,7 +126,7 @@ class Plan(BaseModel):
 
     @property
     def merged(self) -> list[str]:
-        """The modules of which several KV heads become one."""
+        """The modules whose KV heads are merged."""
         parts = self.attentions.items()
         return [path for path, part in parts if any(len(g) > 1 for g in part.groups or ())]
 
@@ -160,7 +160,7 @@ def read_plan(path: Path, present: Mapping[str, tuple[Sequence[int], int]]) -> P
 
 
 def plan_content(path: Path) -> object:
-    """What a plan file holds, which may be no plan.
+    """Return the content of a plan file, which may be no plan.
 
     Raises:
         PlanError: If the file is missing or not readable.

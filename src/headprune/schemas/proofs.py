@@ -1,4 +1,4 @@
-"""What a proof measured, and what is kept of it to prove a result again."""
+"""Measurements of a proof, and its stored part for a later proof."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROBE_SEED = 20_190_523
 
 
 class Proof(BaseModel):
-    """What a proof measured; differences are relative to the largest output.
+    """Measurements of a proof; differences are relative to the largest output.
 
     Attributes:
         gated_vs_reloaded: Gated original against the cut model read back from disk.
@@ -20,11 +20,10 @@ class Proof(BaseModel):
             changes nothing, without the first head of every module; None where no heads are left.
         rounding: Gated original against itself with every gate moved by one bit: how much the
             model amplifies rounding.
-        tolerance: What the differences were held to.
+        tolerance: Limit of the differences.
         dtype: Element type that the models ran in.
-        cast: The model as it was worked out against the one whose weights are rounded to what is
-            stored of them: what writing it in half precision costs. The gated original above is
-            that with rounded weights.
+        cast: Cost of writing in half precision: the model as computed against the one with
+            rounded weights, which is the gated original above.
         probes: The outputs compared, by name.
         seed: Seed of the probe inputs.
     """
@@ -42,12 +41,12 @@ class Proof(BaseModel):
 
     @property
     def passed(self) -> bool:
-        """Whether the difference is within the tolerance; NaN is not."""
+        """True if the difference is within the tolerance; NaN is not."""
         return self.gated_vs_reloaded <= self.tolerance
 
 
 class TensorProof(BaseModel):
-    """What a comparison of tensors showed, where no outputs were compared.
+    """Result of a comparison of tensors, where no outputs were compared.
 
     Every tensor of the result was read back and held, to the bit, the slices of the original that
     stay, times their gates.
@@ -55,7 +54,7 @@ class TensorProof(BaseModel):
     Attributes:
         tensors: How many were compared.
         cut: How many of them lost heads.
-        bytes: What they take on disk.
+        bytes: Their size on disk.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,7 +65,7 @@ class TensorProof(BaseModel):
 
 
 class StoredOutput(BaseModel):
-    """What is kept of one output.
+    """The stored part of one output.
 
     Attributes:
         size: How many values it has.
@@ -92,7 +91,7 @@ class StoredOutput(BaseModel):
 
 
 class Sample(BaseModel):
-    """What is kept of the gated original's outputs, so that a result can be proven years later.
+    """The stored part of the gated original's outputs, so that a result can be proven years later.
 
     Attributes:
         inputs_sha256: Digest of the probe inputs, which are made anew from the seed.

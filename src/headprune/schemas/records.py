@@ -1,4 +1,4 @@
-"""What a result says of itself, as types: what was done, the heads that are left, the proof.
+"""Records of a result: the change, the heads that are left, the proof.
 
 They stand in ``config.headprune`` and in headprune.json, and are checked once, as those are read.
 """
@@ -50,7 +50,7 @@ class Heads(BaseModel):
 
 
 class Description(BaseModel):
-    """What ``config.headprune`` says of an uneven model.
+    """``config.headprune`` of an uneven model.
 
     Attributes:
         schema_version: The latest that the runtime reads.
@@ -70,7 +70,7 @@ class _Part(BaseModel):
 
 
 class Evidence(_Part):
-    """What chose the heads that stay.
+    """The evidence of a choice of heads.
 
     Attributes:
         kind: Where it came from: "gates", "scores" or "plan".
@@ -88,10 +88,10 @@ class Evidence(_Part):
 
 
 class RefitWorth(_Part):
-    """How far a cut model is from the original on sequences that nothing was fitted to.
+    """Distance of a cut model to the original on sequences that nothing was fitted to.
 
     Attributes:
-        measure: What is measured; lower is nearer.
+        measure: Its name; lower is nearer.
         tokens: Tokens of the sequences.
         without: With W_O as it was.
         refitted: With W_O refitted.
@@ -109,7 +109,7 @@ class Pruning(_Part):
     Attributes:
         evidence: What chose them.
         trained_weights: Whether weights came with the gates: trained beside them, or refitted.
-        refit_left_out: What a refit of W_O would have cost, where it was left out for that.
+        refit_left_out: Cost of a refit of W_O that was left out for it.
     """
 
     kind: Literal["pruning"] = "pruning"
@@ -119,13 +119,13 @@ class Pruning(_Part):
 
 
 class KvWay(_Part):
-    """How one attention module came to its number of KV heads.
+    """The way of one attention module to its number of KV heads.
 
     Attributes:
-        way: What was done.
-        cost: What it was expected to cost: the squared error of the attention's output, weighted
+        way: The way.
+        cost: Its expected cost: the squared error of the attention's output, weighted
             with the curvature of the loss.
-        others: What the other ways that were measured would have cost.
+        others: Expected costs of the other measured ways.
     """
 
     way: str
@@ -141,7 +141,7 @@ class Merging(_Part):
         grouping: Which heads share.
         calibration_tokens: How much text it was calibrated on; 0 without.
         seed: Random seed.
-        ways: Per module path, what a budget was spent on; None where that was not weighed.
+        ways: Per module path, the way under a budget; None where none was weighed.
     """
 
     kind: Literal["merging"] = "merging"
@@ -164,7 +164,7 @@ class Healing(_Part):
         taken_after: Step of the weights that were kept; 0 for the initial ones.
         seed: Seed of the order of the data.
         optimizer: What moved the weights.
-        objective: What they were trained on.
+        objective: Their loss.
         learning_rate: The highest.
     """
 
@@ -197,11 +197,11 @@ class Refit(_Part):
         data: Source of the text.
         tokens: Tokens that were used.
         modules: Attention modules whose W_O was fitted.
-        error_before: Mean squared error of their outputs with the old W_O, relative to what a refit
-            aims at (see ``surgery.refit``).
+        error_before: Mean squared error of their outputs with the old W_O, relative to the goal of
+            the refit (see ``surgery.refit``).
         error_after: The same, with the new one.
         seed: Seed of the sample.
-        held_out: What it is worth on other text; None where the text had no more sequences.
+        held_out: Its worth on other text; None where the text had no more sequences.
     """
 
     data: str
@@ -217,8 +217,8 @@ class Contender(_Part):
     """A model that was measured before one was chosen.
 
     Attributes:
-        name: What it is.
-        chosen_by: How near it comes to the original on the half of the held-out text that chooses.
+        name: Its name.
+        chosen_by: Its nearness to the original on the half of the held-out text that chooses.
         held_out: The same on the other half, which is used once; the original itself has 1.
         by_text: The same, for each of the texts.
         copying_nll: Loss on the second of two equal runs of random tokens; None where the model
@@ -227,7 +227,7 @@ class Contender(_Part):
         kv_cache_bytes_per_token: Its KV cache; 0 where it generates nothing.
         query_heads: Its query heads.
         kv_heads: Its KV heads.
-        seconds: How long it took to make, with what it was the first to need, such as scores.
+        seconds: Time of its making, with all it was the first to need, such as scores.
     """
 
     name: str
@@ -243,19 +243,19 @@ class Contender(_Part):
 
 
 class ModelChoice(_Part):
-    """How a result was chosen among others.
+    """The choice of a result among candidates.
 
     Attributes:
-        goal: What was to stay.
-        measure: What ``held_out`` of the contenders is.
+        goal: The size to reach.
+        measure: Name of ``held_out`` of the contenders.
         higher_is_better: Its direction.
         held_out_tokens: Tokens of both halves.
         original: The model before.
-        contenders: Those that were made, the best by the half that chooses first; this result is
+        contenders: The candidates, the best by the choosing half first; this result is
             the first of them.
         lead: How much better the first is than the second, as a 95 % interval over the sequences of
             the other half; None where there is one alone, or one sequence.
-        failed: Those that could not be made, with the reason.
+        failed: Failed candidates, with the reason.
     """
 
     goal: str
@@ -269,12 +269,12 @@ class ModelChoice(_Part):
 
     @property
     def chosen(self) -> Contender:
-        """What was taken."""
+        """The candidate that was taken."""
         return self.contenders[0]
 
 
 class Recorded(BaseModel):
-    """What loading a result asks of headprune.json; the rest is for ``schemas.manifest``.
+    """The part of headprune.json that loading needs; the rest is for ``schemas.manifest``.
 
     Attributes:
         id: Id of the result.

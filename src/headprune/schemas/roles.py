@@ -1,4 +1,4 @@
-"""roles.json: what the heads of a model do, as ``headprune roles`` measured it."""
+"""roles.json: roles of a model's heads, as ``headprune roles`` measured them."""
 
 from __future__ import annotations
 
@@ -71,16 +71,16 @@ class HeadEffect(_Record):
 
 
 class HeadRoles(_Record):
-    """What a head does.
+    """The roles of a head.
 
     Attributes:
         head: Its number in the original model.
         role: The role whose line it passes by the largest factor.
         nearly: Roles whose line its interval straddles.
         attributes: Attributes that are over their line.
-        scores: By role; those that the module cannot have are left out.
+        scores: By role; impossible ones are left out.
         effect: Rise of the loss without it; None where that was not measured.
-        contribution: Norm of what it writes, as a fraction of that of the residual.
+        contribution: Norm of its output, as a fraction of the residual's.
     """
 
     head: Count
@@ -97,7 +97,7 @@ class HeadRoles(_Record):
 
 
 class ModuleRoles(_Record):
-    """The heads of an attention module, and the ids of those that share a KV head."""
+    """The heads of an attention module, and the groups of ids that share a KV head."""
 
     path: str
     kind: str
@@ -144,7 +144,7 @@ class SetEffect(_Record):
 
 
 class RolesRecord(_Record):
-    """What the heads of a model do.
+    """The roles of a model's heads.
 
     Attributes:
         created: UTC time.

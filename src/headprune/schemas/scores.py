@@ -30,7 +30,7 @@ TENSORS, METADATA = "scores.safetensors", "scores.json"
 
 
 class ScoresMetadata(BaseModel):
-    """What scores belong to and how they came about.
+    """Model, data and settings of scores.
 
     Attributes:
         created: UTC time.
@@ -80,9 +80,9 @@ class Scores:
 
     @cached_property
     def id(self) -> str:
-        """SHA-256 of the scores, of what they belong to and of the settings behind them.
+        """SHA-256 of the scores, their model and their settings.
 
-        Not of when they were made, nor of what the model and the data are called.
+        Their time, and names of model and data, have no part in it.
         """
         said = self.metadata.model_dump(
             mode="json",

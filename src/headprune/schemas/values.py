@@ -1,4 +1,4 @@
-"""Values that records hold, with what they may be."""
+"""Values of records, with their bounds."""
 
 from __future__ import annotations
 

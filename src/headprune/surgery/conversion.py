@@ -1,7 +1,7 @@
 """KV heads merged on calibration text, one attention module after the other, in one pass.
 
 Every module is run before it runs in earnest, once in each stream, to record what its projections
-and its attention are given. What it is converted to then computes the changed one.
+and its attention are given. The converted module then computes the changed one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def convert_in_sequence(
 def geometry(
     model: PreTrainedModel, attentions: Sequence[Attention], inputs: Mapping[str, Tensor]
 ) -> dict[str, MergeContext]:
-    """What a merge must know of every module, found on any inputs, without their activations.
+    """Return a merge's context of every module, found on any inputs, without activations.
 
     A module whose attention cannot be recorded counts as one whose queries can absorb nothing.
     """
@@ -113,12 +113,12 @@ def geometry(
 
 @dataclass
 class _Recorded:
-    """What was seen of one run of a module.
+    """The record of one run of a module.
 
     Attributes:
         inputs: What entered the projection of every role, in all streams.
         call: The call of the attention function.
-        attended: What it gave in the original's stream.
+        attended: Outputs of the heads in the original's stream.
     """
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class _Recorded:
     attended: Tensor | None = None
 
     def keep(self, projection: ProjectionModule, x: Tensor) -> None:
-        # what enters W_O is what the heads give, which is kept by itself where it is needed
+        # the input of W_O is the output of the heads, which is kept by itself where needed
         self.inputs |= dict.fromkeys(projection.holds.replace("o", ""), x)
 
     def clear(self) -> None:
@@ -161,7 +161,7 @@ class _Recorded:
 
 
 class _Conversion:
-    """What is known while a pass goes from module to module."""
+    """The state of a pass from module to module."""
 
     def __init__(self, convert: Convert) -> None:
         self.convert = convert
@@ -208,7 +208,7 @@ class _Conversion:
         self.attended, self.outputs = original.attended, outputs
 
     def enter(self, projection: ProjectionModule, x: Tensor) -> OneStream:
-        """What a projection computes: the stream that is recorded, or else the changed one."""
+        """Return the stream a projection computes: the recorded one, or else the changed one."""
         if self.recorded is not None:
             self.recorded.keep(projection, x)
             return OneStream(self.stream, self.stream.of(x))
@@ -218,7 +218,7 @@ class _Conversion:
         return OneStream(Stream.CHANGED, Stream.CHANGED.of(x), known)
 
     def attend(self, call: RecordedCall) -> Tensor:
-        """What the heads give: of the original, where it is not known yet, and of the changed."""
+        """Return the outputs of the heads: original, unless known already, and changed."""
         count = len(call.query) // 2
         if self.recorded is None:
             known, self.attended = self.attended, None
@@ -259,14 +259,14 @@ def _activations(
     own: tuple[Tensor, Tensor],
     read: Callable[[HeadWeights], Tensor],
 ) -> MergeActivations:
-    """What calibration shows of a module.
+    """Return the activations of a module on calibration text.
 
     Args:
         heads: Its weights.
-        original: What was recorded in the original's stream.
+        original: Its record in the original's stream.
         rotation: Its rotary embedding.
         factor: What queries are multiplied with after it; None where a norm stands in between.
-        outputs: What the original's output projection gives.
+        outputs: Outputs of the original's W_O.
         own: Queries and keys that it makes of the changed stream.
         read: From other weights to what then enters W_O in the changed stream.
     """

@@ -27,7 +27,7 @@ from headprune.tensors.units import Unit, members
 
 @dataclass(frozen=True)
 class Cut:
-    """What happens to one attention module; positions index its present heads.
+    """The change of one attention module; positions index its present heads.
 
     Attributes:
         attention: The module.
@@ -60,7 +60,7 @@ class Cut:
         return [self.attention.kv_ids[p] for p in self.kv_positions]
 
     def heads_left(self) -> dict[str, list[int]]:
-        """The entry of the layout for what the module has now; after the cut."""
+        """The layout entry of the module as it is now; after the cut."""
         attention = self.attention
         return layout_entry(attention.query_ids, attention.kv_ids, attention.group_sizes)
 
@@ -79,7 +79,7 @@ def uncut(attention: Attention) -> Cut:
 
 
 def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cut]:
-    """Checks a plan against a model and turns ids into positions.
+    """Check a plan against a model and turn ids into positions.
 
     Args:
         plan: The plan.
@@ -87,7 +87,7 @@ def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cu
         ragged: Whether the KV heads of a module may end with unequal numbers of query heads.
 
     Raises:
-        PlanError: If the plan is for another model, names what is not there, leaves out a module,
+        PlanError: If the plan is for another model, names missing heads, leaves out a module,
             or would leave the groups of a grouped-query attention with unequal sizes.
     """
     refuse_foreign(plan, model)
@@ -99,7 +99,7 @@ def refuse_foreign(plan: Plan, model: PreTrainedModel) -> None:
     """Refuses a plan of another model.
 
     Raises:
-        PlanError: If it is for another one, names what is not there, or leaves out a module.
+        PlanError: If it is for another one, names missing heads, or leaves out a module.
     """
     attentions = attention_of(model)
     present = {attention.path: attention for attention in attentions}
@@ -206,7 +206,7 @@ def fold_gates(cuts: Sequence[Cut]) -> list[Cut]:
     """Multiplies the gate values of heads that stay into W_O of the uncut model, in place.
 
     Returns:
-        The same cuts with gates that are 1; with them the model computes what it did before.
+        The same cuts with gates of 1; with them the model computes as before.
     """
     folded = []
     for cut in cuts:
@@ -239,7 +239,7 @@ def cut_heads(model: PreTrainedModel, cuts: Sequence[Cut]) -> Shape:
     """Cuts heads out of a model in place and rewrites its config; one operation.
 
     Args:
-        model: The model; afterwards it computes what it computed with ``cut.gate()`` applied.
+        model: The model; afterwards it computes as with ``cut.gate()`` applied.
         cuts: One per attention module, as ``resolve`` returns them.
 
     Returns:
@@ -301,7 +301,7 @@ def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
 
 
 def config_holds(config: PreTrainedConfig, queries: int, kv_heads: int) -> bool:
-    """Whether a plain config passes its own checks: Llama's wants hidden_size to be a multiple."""
+    """Return whether a plain config passes its own checks: Llama's wants a multiple."""
     plain, family = copy.deepcopy(config), family_of(config)
     setattr(plain, family.query_heads_key, queries)
     if family.kv_heads_key is not None:

@@ -1,8 +1,8 @@
 """Compensation: W_O refitted by least squares, layer after layer, for the heads that are gone.
 
 In one pass of two streams (see ``model.streams``), every W_O is fitted on the inputs that the cut
-and refitted layers before it produce: half to what the original gives at its place, half to what
-the uncut layer makes of these inputs.
+and refitted layers before it produce. The goal is half the original's output at its place, and half
+the uncut layer's output on these inputs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.least_squares import Moments, fit_held_out, held_out
 
 # Of the goal of a fit, the share that the uncut layer makes of what enters it in the cut model; the
-# rest, what it gives in the original, has later layers mend what earlier ones have lost, but on the
-# kind of text that is fitted to alone. docs/benchmarks/without-training.md says what each is worth.
+# rest, the output in the original, has later layers mend the loss of earlier ones, but on the kind
+# of text that is fitted to alone. docs/benchmarks/without-training.md gives the worth of each.
 OWN_SHARE = 0.5
 _TOKENS = 4096  # whose moments are taken at once: what bounds the copies of their states
 RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
@@ -35,7 +35,7 @@ RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
 
 @dataclass(frozen=True)
 class ModuleRefit:
-    """What a refit did to one module.
+    """The effect of a refit on one module.
 
     Attributes:
         path: The module.
@@ -59,7 +59,7 @@ class FittedOutput:
     Attributes:
         heads: Its columns, head by head, those of closed heads as they were.
         bias: Its bias, if it has one.
-        record: What the fit did.
+        record: Its effect.
     """
 
     heads: Float[Tensor, "heads hidden head_dim"]
@@ -74,7 +74,7 @@ def refit(
     batch: Batch,
     on_module: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[ModuleRefit]:
-    """Refits every W_O, in place, so that the model with closed gates does what it did with all.
+    """Refit every W_O in place, so that the model with closed gates does as with all heads.
 
     Args:
         model: The model, uncut; its output projections change.
@@ -103,7 +103,7 @@ def refit(
         nonlocal seen
         gate, original = gate_of[attention.path].to(x), Stream.ORIGINAL.of(x)
         changed = Stream.CHANGED.of(x)
-        # W_O is linear: what it makes of a mean is the mean of what it makes
+        # W_O is linear: its output of a mean is the mean of its outputs
         goal = project_output(attention, torch.lerp(original, changed, OWN_SHARE))
         heads = changed.unflatten(-1, (len(gate), -1))
         mine = heads.mul_(gate[:, None]).flatten(-2)
@@ -190,7 +190,7 @@ def fit_output(
     if not bool(fit.weight.isfinite().all()):
         raise DataError(
             f"The least squares of '{attention.path}' have no finite solution: its weights, or "
-            "what they make of the text, are too large to multiply. Cut without a refit."
+            "products with the text are too large. Cut without a refit."
         )
     new = start.clone()
     new[:, kept] = fit.weight

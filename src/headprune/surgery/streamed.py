@@ -25,7 +25,7 @@ def cut_pieces(
 
     Args:
         net: The model, on the meta device; it becomes the result, in its element types.
-        cuts: What it loses.
+        cuts: The heads that go.
         stored: The element types to write.
         tensors: What its checkpoint holds.
 

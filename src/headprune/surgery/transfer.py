@@ -21,7 +21,7 @@ _SHARED = (
 
 
 def has_twin(net: PreTrainedModel) -> bool:
-    """Whether this model, with one KV head in every layer, is another stock class."""
+    """Return whether this model, with one KV head in every layer, is another stock class."""
     config, others = net.config, ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
     return (
         config.model_type == "gpt2"

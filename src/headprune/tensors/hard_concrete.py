@@ -27,12 +27,12 @@ _EPS = 1e-6
 def sample(
     log_alpha: Float[Tensor, " gates"], temperature: float, draws: int
 ) -> Float[Tensor, "draws gates"]:
-    """Draws gates; the gradient reaches ``log_alpha`` through the draw (reparametrised).
+    """Draw gates; the gradient reaches ``log_alpha`` through the draw (reparametrised).
 
     The draws of a gate are spread evenly (Latin hypercube; McKay, Beckman and Conover 1979): one u
-    in each of ``draws`` equal parts of (0, 1), in an order of chance. Each is uniform, gates are
-    independent of each other, and a gate that is open with probability 3/4 is open in three of four
-    draws instead of in none to four: less noise in the gradient of their mean.
+    in each of ``draws`` equal parts of (0, 1), in an order of chance. Each is uniform, and gates
+    are independent. A gate that is open with probability 3/4 is open in three of four draws, not in
+    none to four: less noise in the gradient of their mean.
 
     Args:
         log_alpha: Location of every gate; large means open.

@@ -1,4 +1,4 @@
-"""Which slices of a projection's tensors belong to which heads.
+"""Slices of a projection's tensors by head.
 
 One description serves a live module and a tensor of a checkpoint on disk: name, dimension,
 indices, and a factor per kept slice where a gate value is folded in.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class IndexMap:
-    """The slices of one tensor that stay, and what they are multiplied with.
+    """The slices of one tensor that stay, and their factors.
 
     Attributes:
         tensor: Name of the tensor in the state dict.
@@ -51,10 +51,10 @@ class IndexMap:
 def role_slices(
     roles: str, interleaved: bool, total: Mapping[str, int], head_dim: int
 ) -> dict[str, Int[Tensor, "heads head_dim"]]:
-    """Where every head of every role lies along the head dimension of a projection.
+    """Places of every head of every role along the head dimension of a projection.
 
     Args:
-        roles: What the projection computes, in order: "q", "k", "v", "qkv", or "o" for the
+        roles: Roles of the projection, in order: "q", "k", "v", "qkv", or "o" for the
             input of the output projection.
         interleaved: For "qkv": False for ``[Q; K; V]`` blocks, True for ``[q ... q k v]`` per KV
             head.

@@ -1,9 +1,9 @@
 """The best K and V that several heads can share, in closed form.
 
-Every query head has its own W_Q and W_O, so that any linear map on its side of a shared K or V is
-free, and the best shared subspace is a truncated singular value decomposition. All of it happens
-in the joint space of the group's heads, r = [k_1; ...; k_n] or [v_1; ...; v_n], with the second
-moment M = E[r r^T] that calibration gives: M = L L^T makes z = L^-1 r white.
+Every query head has its own W_Q and W_O, so any linear map on its side of a shared K or V is free.
+The best shared subspace is then a truncated singular value decomposition, in the joint space of the
+group's heads: r = [k_1; ...; k_n] or [v_1; ...; v_n]. Calibration gives its second moment
+M = E[r r^T]; M = L L^T makes z = L^-1 r white.
 
     V   sum_h E|W_Oh v_h - W_Oh' s|^2 with s = B r: right singular vectors of [W_Oh E_h L]_h
     K   sum_h E(q_h^T k_h - q_h'^T s)^2, q apart from k: right singular vectors of [Q_h E_h L]_h
@@ -96,7 +96,7 @@ def shared_key(
         query_moments: E[q q^T] of the group's query heads.
         owners: For each of them, which of the group's n heads it reads.
         moment: Second moment of [k_1; ...; k_n], before any rotation.
-        pairs: What the rotary embedding rotates; None without one.
+        pairs: Rotated pairs of coordinates; None without a rotary embedding.
     """
     width, dtype = query_moments.shape[-1], query_moments.dtype
     moment, queries = moment.double(), query_moments.double()

@@ -1,4 +1,4 @@
-"""The rotary embedding as rotations of pairs, whichever coordinates a model pairs."""
+"""The rotary embedding as rotations of pairs of any coordinates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RotaryPairs:
-    """Which coordinates of a head rotate together.
+    """Coordinates of a head that rotate together.
 
     Attributes:
         first: The coordinate that is the real part, per pair.

@@ -14,11 +14,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """This process's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-_PART = 1 << 22  # bytes, a copy of which takes little memory
+_PART = 1 << 22  # bytes: a copy takes little memory
 
 
 def split_as(tensor: Tensor, other: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ def conjugate_gradients(
     Args:
         apply: The operator.
         start: Where to start.
-        rest: What is missing there: right - apply(start).
-        steps: How many steps to make.
+        rest: The residual there: right - apply(start).
+        steps: Number of steps.
     """
     x, direction, size = start, rest, _dot(rest, rest)
     for _ in range(steps):

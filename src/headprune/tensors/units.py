@@ -14,7 +14,7 @@ from enum import Enum
 
 
 class Unit(str, Enum):
-    """What is removed as one piece."""
+    """A unit of removal."""
 
     HEAD = "head"
     KV_GROUP = "kv-group"

@@ -1,4 +1,4 @@
-"""Zero heads: which add nothing to what an attention computes, and make its shape a regular one."""
+"""Zero heads: they add nothing to an attention's output, and make its shape regular."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Slots = tuple[int | None, ...]
 
 
 def padded(group_sizes: Sequence[int], size: int) -> tuple[Slots, Slots]:
-    """Where zero heads go so that all KV heads have equally many queries, and there is one at all.
+    """Return places of zero heads, so that all KV heads have equally many queries, and one exists.
 
     Args:
         group_sizes: Query heads of every KV head, in order; empty for a layer without heads.

@@ -1,4 +1,4 @@
-"""Which KV heads share: in the order they come, or those that lose least by it."""
+"""Groups of KV heads: neighbours, or the least lossy groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headprune.surgery.merges.spec import Groups, MergeContext
 from headprune.tensors.lowrank import shared_key, shared_value
 
 Cost = Callable[[tuple[int, ...]], float]
-"""What it costs some KV heads, as ascending positions, to become one."""
+"""The cost of making some KV heads, as ascending positions, into one."""
 
 EXACT = 20_000  # partitions that are all looked at; beyond, pairs of heads are swapped
 _STARTS = 4

@@ -4,16 +4,15 @@ Starts from the closed form of ``tensors.lowrank`` and refines it by least squar
 text:
 
     K   queries and the shared keys, in turn, against the scores that the module itself would give,
-        each score weighted with the attention it gets; what all keys of a query have in common is
-        left out where softmax ignores it
-    V   the shared values in closed form, from what the new scores read of them; then W_O against
+        each score weighted with the attention it gets. A part common to all keys of a query is
+        left out where softmax ignores it.
+    V   the shared values in closed form, from the reads of the new scores; then W_O against
         the original's outputs, by a ridge towards the closed form that held-out sequences choose
 
 No gradient steps: each half of K is a quadratic problem, and a few conjugate gradient steps into it
-carry over to other text. W_O, solved all the way, does not by itself: it has as many inputs as a
-few sequences have tokens. Where a norm stands between the projections and the scores, queries
-cannot absorb a map, and one of the group's own keys is taken, the one that disturbs the scores
-least.
+carry over to other text. W_O, solved all the way, needs the ridge: few sequences hold few more
+tokens than it has inputs. A norm between projections and scores keeps queries from absorbing a
+map. Then the group shares one of its own keys, the least disturbing.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ TOKENS = 1024  # whose scores are computed at a time
 ROUNDS = 2
 STEPS = 3  # of conjugate gradients in every half round
 QUERIES = 96  # of every sequence, evenly spaced, in the fit of the scores: neighbours attend alike,
-ALL_QUERIES = 3072  # but so many at least where there are few sequences
-POOLED = 128  # of every sequence, evenly spaced, in the second moment of what is read of V
+ALL_QUERIES = 3072  # in all, at least, where there are few sequences
+POOLED = 128  # of every sequence, evenly spaced, in the second moment of reads of V
 _WHITE_FLOOR = 1e-4
 
 
@@ -52,7 +51,7 @@ def lowrank(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWe
     known = (*given, *activations.second_moments.values())
     if not all(bool(tensor.isfinite().all()) for tensor in known):
         raise DataError(
-            "What an attention module is given or gives on the calibration text is not finite. Try "
+            "Inputs or outputs of an attention module on the calibration text are not finite. Try "
             "--config dtype=float32."
         )
     if context.linear:
@@ -103,7 +102,7 @@ class _ScoreFit:
 
     Query heads are laid out by the group whose keys they read: (sequences, groups, heads of a group
     x length, ...), so that one product serves all heads of a group. Scores are computed for a few
-    sequences at a time; what they are weighted with is kept of all. Inputs are white, which makes
+    sequences at a time; their weights are kept of all sequences. Inputs are white, which makes
     the few steps go far.
     """
 
@@ -164,7 +163,7 @@ class _ScoreFit:
         return _improved(normal, self._to_keys(self._target, queries), k)
 
     def errors_of_own_keys(self, heads: HeadWeights, groups: Groups) -> dict[int, float]:
-        """By KV head, what it costs the queries of its group to read, all of them, its keys."""
+        """Return, by KV head, the cost for all queries of its group of reading its keys."""
         errors = {head: 0.0 for group in groups for head in group}
         for part in self.parts:
             target, keys = self._target(part), self.own_keys[part]
@@ -249,13 +248,13 @@ def _merged_values(
 
 
 class _Reader:
-    """What heads read of V, one sequence at a time, under the attention of the new scores."""
+    """Reads of V by the heads, one sequence at a time, under the attention of the new scores."""
 
     def __init__(self, activations: MergeActivations, queries: Tensor, keys: Tensor) -> None:
         self.activations, self.queries, self.keys = activations, queries, keys
 
     def moments(self, heads: HeadWeights, groups: Groups) -> list[Moments]:
-        """Per group, those of what its queries, all taken together, read of all its V."""
+        """Return, per group, the moments of its queries' joint reads of all its V."""
         values = project(self.activations.inputs["v"], heads.affine("v"))
         rows = _evenly(self.queries.shape[2], POOLED)
         found: list[Moments] = []

@@ -1,4 +1,4 @@
-"""A merge as it was asked for: which KV heads share, and what they become."""
+"""A merge and a grouping of KV heads."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Merger:
 
     @property
     def calibrates(self) -> bool:
-        """Whether it needs text."""
+        """True if it needs text."""
         return self.name in NEEDS_CALIBRATION
 
     def groups(self, heads: HeadWeights, setting: MergeContext, count: int) -> Groups:
-        """Which heads share, of so many groups."""
+        """Return ``count`` groups of heads that share."""
         if self.grouping is Grouping.ADJACENT or count in (1, len(heads.k)):
             return adjacent(len(heads.k), count)
         return similar(len(heads.k), count, lowrank_cost(heads, setting))

@@ -1,4 +1,4 @@
-"""What a merge is given and what it returns."""
+"""Input and output of a merge."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Groups = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class MergeActivations:
-    """What one attention module sees and should give, on calibration text.
+    """Inputs and wanted outputs of one attention module, on calibration text.
 
     Attributes:
-        inputs: What the converted model feeds to the projection of a role ("q", "k", "v"), shape
+        inputs: Inputs of the projection of a role ("q", "k", "v") in the converted model, shape
             (sequences, length, hidden); with a 1 at the end where it has a bias.
         queries: The queries that this module, with its weights as they were, makes of these inputs,
             as they enter the scores, shape (sequences, query heads, length, head_dim).
@@ -32,7 +32,7 @@ class MergeActivations:
         attention: The model's own attention, for one sequence at a time: of the queries at some
             rows, all keys, a slice of one sequence and these rows, the probabilities, shape
             (1, query heads, rows, length).
-        outputs: What the original model's output projection gave, shape (sequences, length,
+        outputs: Outputs of the original model's W_O, shape (sequences, length,
             hidden).
         shifts_count: Whether adding a number to all scores of a query changes its attention.
         read: From other weights of this module to what then enters its output projection in the
@@ -64,17 +64,17 @@ def project(
     inputs: Float[Tensor, "sequences length hidden"],
     weight: Float[Tensor, "heads head_dim hidden"],
 ) -> Float[Tensor, "sequences heads length head_dim"]:
-    """What the heads of a projection make of their inputs."""
+    """Return the outputs of the heads of a projection."""
     flat: Tensor = (inputs @ weight.flatten(0, 1).T).unflatten(-1, weight.shape[:2])
     return flat.transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class MergeContext:
-    """What a merge must know beside the weights.
+    """Facts for a merge beside the weights.
 
     Attributes:
-        pairs: What the rotary embedding rotates; None without one.
+        pairs: Rotated pairs of coordinates; None without a rotary embedding.
         linear: Whether queries and keys enter the scores as their projections give them, rotated
             at most; otherwise a norm stands between.
         activations: What calibration showed; None without calibration.
