@@ -3,8 +3,8 @@
 Names are optimum's: a model of one graph is ``model``, an encoder-decoder is ``encoder_model`` and
 ``decoder_model``. The cache of a decoder is an input, ``past_key_values.N.key`` and ``.value``.
 It is also an output, ``present.N.key`` and ``.value``. Both have the sizes of layer N; a layer
-without heads has none. (transformers' ``register_dynamic_cache_export_support`` passes the caches that exist as one
-list, so that behind a layer without heads each would come back as another layer's.)
+without heads has none. transformers' ``register_dynamic_cache_export_support`` does not do: it
+passes existing caches as one list, which gives those behind a layer without heads to other layers.
 """
 
 from __future__ import annotations

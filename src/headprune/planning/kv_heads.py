@@ -1,11 +1,11 @@
 """KV heads within a budget: every module keeps some whole, merges them, or loses its attention.
 
-    minimise    the sum over modules of what the chosen way is expected to cost
+    minimise    the sum over modules of the expected cost of the chosen way
     so that     every module goes one way, and the KV heads come to exactly the budget
 
-One scale for all ways: the squared error that each leaves in the output of the attention once W_O
-is refitted, every coordinate of it weighted with the curvature of the loss (see the criterion
-``compensated``). The error of a merge is that of the merge itself, run on the calibration text.
+One scale for all ways: the squared error left in the output of the attention once W_O is refitted.
+Every coordinate is weighted with the curvature of the loss (see the criterion ``compensated``).
+Removals follow from one Gram; merges are run on the calibration text.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Way:
 
     Attributes:
         kept: Positions of the KV heads whose queries stay.
-        groups: Positions of those that become one, for every KV head of the result.
-        cost: What it is expected to cost.
+        groups: Positions of the KV heads that become one, for every KV head of the result.
+        cost: Its expected cost.
     """
 
     kept: tuple[int, ...]
@@ -62,7 +62,7 @@ class Way:
 
     @property
     def merges(self) -> bool:
-        """Whether several KV heads become one."""
+        """True if several KV heads become one."""
         return len(self.groups) < len(self.kept)
 
     @property
@@ -75,7 +75,7 @@ class Way:
 
 @dataclass(frozen=True)
 class KvPlan:
-    """What was chosen for every module, and from what.
+    """The choice for every module, and its alternatives.
 
     Attributes:
         ways: Per module path, the ways that were measured.
@@ -87,11 +87,11 @@ class KvPlan:
 
     @property
     def cost(self) -> float:
-        """What all that was chosen is expected to cost."""
+        """The expected cost of the choice."""
         return sum(way.cost for way in self.chosen.values())
 
     def records(self) -> dict[str, KvWay]:
-        """For the record: per module path, what was chosen, and what the others would have cost."""
+        """Return the record: per module path, the choice, and the costs of the others."""
         return {
             path: KvWay(
                 way=self.chosen[path].said,
@@ -104,12 +104,12 @@ class KvPlan:
 
 @dataclass(frozen=True)
 class Texts:
-    """What a plan is measured on.
+    """The text of a plan.
 
     Attributes:
         plain: All sequences at once, for merges and removals.
-        scored: Those that the model's loss is taken of; None where the text has none, so that every
-            coordinate of an output counts alike, as a share of what the module gives.
+        scored: Sequences with a loss; None where the text has none. Then all coordinates of an
+            output count alike, as shares of the module's output.
     """
 
     plain: Batch
@@ -125,16 +125,16 @@ def plan_kv_heads(
     constraints: Constraints,
     context: Context,
 ) -> KvPlan:
-    """Measures every way of every module and chooses; the model stays as it is.
+    """Measure every way of every module and choose; the model stays as it is.
 
     Args:
         model: The model.
         attentions: The modules that may have fewer KV heads.
-        texts: What is measured on.
+        texts: The text.
         merger: Merges KV heads.
         config: The budget.
-        constraints: What the result must look like.
-        context: What it runs in.
+        constraints: Shapes of the result.
+        context: Progress.
 
     Raises:
         PlanError: If no choice comes to the budget, or a module does not run, or its attention
@@ -150,7 +150,7 @@ def plan_kv_heads(
         )
     felt: dict[str, Tensor] = {}
     if texts.scored is not None:
-        context.stage("measuring what the loss feels")
+        context.stage("measuring the curvature of the loss")
         felt = _curvature(model, attentions, texts.scored, config.seed, context)
     context.stage("measuring what every layer may keep, merge or lose")
     found: dict[str, list[Way]] = {}
@@ -179,13 +179,13 @@ def choose(
     asked: str,
     constraints: Constraints | None = None,
 ) -> KvPlan:
-    """The ways with the least sum of costs that come to exactly so many KV heads.
+    """Return the ways with the least sum of costs that come to exactly ``budget`` KV heads.
 
     Args:
         ways: Per module path, those to choose from.
         budget: KV heads of all modules together.
         asked: How that was asked for, for messages.
-        constraints: What the result must look like; with the same KV heads everywhere, they
+        constraints: Shapes of the result; with the same KV heads everywhere, they
             come as near to the budget as they can without going beyond it.
 
     Raises:
@@ -290,7 +290,7 @@ class _Measure:
         return sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
 
     def _even(self, kept: Sequence[int]) -> bool:
-        """Whether the KV heads that stay have equally many queries."""
+        """Return whether the KV heads that stay have equally many queries."""
         return len({self.attention.group_sizes[head] for head in kept}) <= 1
 
     def _cost(self, errors: Tensor) -> float:

@@ -27,7 +27,7 @@ _ROWS = 4096  # tokens whose products are taken at once: what bounds the copies 
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """What products of tokens are taken in: float64 on the CPU, float32 on a GPU.
+    """Return the type of products of tokens: float64 on the CPU, float32 on a GPU.
 
     Most GPUs take float64 at a 32nd or a 64th of the speed of float32.
     """
@@ -89,7 +89,7 @@ class Moments:
         )
 
     def centred(self) -> Moments:
-        """Moments of x and y less their means, which is what is left once a bias is free."""
+        """Return the moments of x and y less their means, as for a fit with a bias."""
         count = max(self.tokens, 1)
         return Moments(
             self.inputs - torch.outer(self.input_sum, self.input_sum) / count,
@@ -191,7 +191,7 @@ class HeldOutFit:
 
     Attributes:
         weight: The weights, in float64.
-        shift: What a bias takes up beside them; None where there is none.
+        shift: The bias beside them; None without one.
         ridge: The ridge.
         held_out: Share of the power of the held-out outputs that weights of it, fitted on the
             others, miss.
@@ -213,10 +213,10 @@ def fit_held_out(
     ridges: Sequence[float],
     biased: bool,
 ) -> HeldOutFit:
-    """Fits weights to all sequences, as near as those that are held out allow.
+    """Fit weights to all sequences, as near as held-out ones allow.
 
     Args:
-        parts: Moments of the sequences to fit on, and of those that choose the ridge.
+        parts: Moments of the sequences to fit on, and of the held-out ones.
         start: The weights that the ridge pulls towards, in float64.
         ridges: Those to choose from.
         biased: Whether a bias takes care of the means.
@@ -236,7 +236,7 @@ def fit_held_out(
 
 
 def held_out(count: int) -> Bool[Tensor, " count"]:
-    """Which of so many sequences choose a ridge: one in ``HELD_OUT``, or the last of fewer."""
+    """Mark the sequences that choose a ridge: one in ``HELD_OUT``, or the last of fewer."""
     every = torch.arange(count)
     return every % HELD_OUT == HELD_OUT - 1 if count >= HELD_OUT else every == count - 1
 
@@ -246,15 +246,15 @@ def removal_costs(
     weight: Float[Tensor, "out width"],
     blocks: Sequence[Sequence[int]],
 ) -> list[float]:
-    """What it costs to lose blocks of columns when the others are refitted, one after the other.
+    """Return the costs of removing blocks of columns one after the other, the rest refitted.
 
     The cheapest block goes first, W_O is refitted, then the next cheapest, until none is left. The
     cost of removing block b with the others free is (Hassibi and Stork 1993, eq. 5, for a block)
 
         tr(W_b [(G^-1)_bb]^-1 W_b^T)
 
-    Of two blocks that say the same, the one that goes first costs nothing and the other one all
-    that the two were worth, so that no ranking drops both.
+    Of two equal blocks the first to go costs nothing, and the other the worth of both: no ranking
+    drops both.
 
     Args:
         gram: Sum of x x^T, in float64.
@@ -272,8 +272,7 @@ def removal_costs(
     ridged = gram[order[:, None], order]
     ridged.diagonal().add_(scale)
     width, inverse = len(order), torch.cholesky_inverse(torch.linalg.cholesky(ridged))
-    # what a block has to do with the rest leaves the inverse and W_O alike; of the inverse, which
-    # is symmetric, what is right of the diagonal is kept
+    # a removed block leaves inverse and W_O alike; of the symmetric inverse, the upper half is kept
     table = torch.cat([inverse, weight.T[order]], 1)
     ends = list(itertools.accumulate(map(len, blocks)))
     places = {b: slice(end - len(blocks[b]), end) for b, end in enumerate(ends)}
