@@ -102,7 +102,7 @@ def test_three_criteria_take_one_pass(
     )
     criteria = ("fisher", "compensated", "reconstruction")
     config = ScoreConfig(criterion=criteria, seq_len=16, calibration_tokens=512)
-    scores = scores_on(model, config, data)
+    scores, _ = scores_on(model, config, data)
     assert set(scores.scores) == set(criteria)
     assert sum(texts) * 16 == scores.metadata.tokens and len(backwards) == len(texts)
     texts.clear()

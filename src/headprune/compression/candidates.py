@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
 from headprune import devices
 from headprune.compression.goals import SizeGoal
 from headprune.config import (
@@ -46,6 +48,7 @@ class Job:
         config: Settings.
         context: Progress.
         scored: Scores by unit and criterion, as they become known.
+        curvature: Curvature of the loss by module path, once scores have measured it.
     """
 
     model: Model
@@ -54,6 +57,7 @@ class Job:
     config: CompressConfig
     context: Context
     scored: dict[tuple[Unit, str], Scores] = field(default_factory=dict)
+    curvature: dict[str, Tensor] = field(default_factory=dict)
 
     def scores(self, unit: Unit, criterion: str) -> Scores:
         """Return scores of a kind of units, computed once for all criteria of the candidates.
@@ -75,7 +79,11 @@ class Job:
     def _score(self, unit: Unit, criteria: Sequence[str]) -> Scores:
         length = min(self.config.seq_len, SCORED)
         config = self.config.part(ScoreConfig, criterion=criteria, unit=unit, seq_len=length)
-        return scores_on(self.model, config, self.text, context=self.context)
+        scores, statistics = scores_on(self.model, config, self.text, context=self.context)
+        for part in statistics:
+            if "curvature" in part.collected:
+                self.curvature[part.path] = part.curvature
+        return scores
 
 
 def is_its_own(error: Exception) -> bool:
@@ -154,7 +162,7 @@ class ShareKvHeads:
         layout = LayoutOption.PER_LAYER
         merged = _filled(
             lambda least: merged_of(
-                job.model, config, job.text, layout, context, empty_layers=not least
+                job.model, config, job.text, layout, context, not least, job.curvature
             )
         )
         return Proposal(merged.edit, merged.changes)

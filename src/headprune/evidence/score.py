@@ -61,9 +61,8 @@ def score(
     """
     refuse_request(config, data, gates)
     context.stage("loading the model")
-    result = scores_on(
-        open_model(model, config.dtype, context.allowed), config, data, gates, context
-    )
+    opened = open_model(model, config.dtype, context.allowed)
+    result, _ = scores_on(opened, config, data, gates, context)
     write_scores(output, result)
     return result
 
@@ -93,8 +92,11 @@ def scores_on(
     data: DataConfig | None = None,
     gates: Path | None = None,
     context: Context = Context(),
-) -> Scores:
+) -> tuple[Scores, list[Statistics]]:
     """Score the heads of an opened model; arguments as for ``score``.
+
+    Returns:
+        The scores, and the statistics behind them.
 
     Raises:
         HeadpruneError: If model, data and criteria do not fit together.
@@ -138,7 +140,7 @@ def scores_on(
         ragged=leaves_ragged(attentions, unit),
         refits=examples is not None and refits(evidence, examples),
     )
-    return Scores(metadata, values)
+    return Scores(metadata, values), evidence
 
 
 def needs_of(criteria: Sequence[str]) -> frozenset[Need]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption, Target, Writing
@@ -160,6 +161,7 @@ def merged_of(
     layout: LayoutOption,
     context: Context,
     empty_layers: bool = True,
+    curvature: Mapping[str, Tensor] | None = None,
 ) -> Merged:
     """Merge the KV heads of an opened model, whose weights stay as they are.
 
@@ -170,12 +172,13 @@ def merged_of(
         layout: Shapes that the result may have.
         context: Progress.
         empty_layers: Let a budget take all heads of a layer.
+        curvature: Curvature of the loss by module path, if known.
 
     Raises:
         HeadpruneError: If the input does not fit together.
         ProofError: If a proof of the result would show nothing.
     """
-    opened = prepare_merging(model, config, calibrate, layout, context, empty_layers)
+    opened = prepare_merging(model, config, calibrate, layout, context, empty_layers, curvature)
     net, merger, attentions = model.net, opened.merger, opened.attentions
     planned, sample = opened.planned, opened.sample
     model.result_dtypes(config.out_dtype)  # refuses an overflow before long work

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, LayoutOption
@@ -86,6 +87,7 @@ def prepare_merging(
     layout: LayoutOption,
     context: Context,
     empty_layers: bool = True,
+    curvature: Mapping[str, Tensor] | None = None,
 ) -> Opened:
     """Read the calibration text of a model, and weigh the ways of each module under a budget."""
     merger, weighing = Merger.of(config, calibrate is not None), weighs(config, calibrate, layout)
@@ -104,11 +106,11 @@ def prepare_merging(
         sample = merge_calibration(net, model.tokenizer, calibrate, config).fit
         if weighing:
             scored = None
-            if _has_loss(net, calibrate):
+            if not curvature and _has_loss(net, calibrate):
                 settings = config.part(CalibrationConfig)
                 text = calibration(net, model.tokenizer, calibrate, settings, "--kv-budget")
                 scored = text.fit.some(WEIGHED)
-            texts = Texts(sample.some(WEIGHED).whole(), scored)
+            texts = Texts(sample.some(WEIGHED).whole(), scored, curvature or {})
             planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, context)
     return Opened(model, attentions, merger, sample, planned, constraints)
 

@@ -11,7 +11,7 @@ Removals follow from one Gram; merges are run on the calibration text.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float
@@ -110,10 +110,12 @@ class Texts:
         plain: All sequences at once, for merges and removals.
         scored: Sequences with a loss; None where the text has none. Then all coordinates of an
             output count alike, as shares of the module's output.
+        curvature: Curvature of the loss by module path, where it is known.
     """
 
     plain: Batch
     scored: Sequences | None
+    curvature: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def plan_kv_heads(
@@ -148,7 +150,7 @@ def plan_kv_heads(
             f"--kv-budget {config.kv_budget} keeps none of {total} KV heads; the least is one, "
             f"{1 / total:.3f}."
         )
-    felt: dict[str, Tensor] = {}
+    felt = texts.curvature
     if texts.scored is not None:
         context.stage("measuring the curvature of the loss")
         felt = _curvature(model, attentions, texts.scored, config.seed, context)
@@ -250,7 +252,7 @@ class _Measure:
         self.felt = felt
 
     def removals(self) -> list[Way]:
-        """Keep every number of KV heads, those that the others replace worst."""
+        """Keep every number of KV heads: the least replaceable ones."""
         assert self.activations.read is not None
         moments = OutputMoments.of(self.activations.read(self.heads), self.activations.outputs)
         total = len(self.heads.k)
