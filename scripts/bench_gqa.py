@@ -33,8 +33,8 @@ from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import tokenized_rows
 from headprune.distillation.heal import heal
 from headprune.evaluation.quality import embeddings
-from headprune.exporting.convert_gqa import convert_gqa
 from headprune.model.loading import load_tokenizer, task_of
+from headprune.result.convert_gqa import convert_gqa
 from headprune.surgery.merges import NEEDS_CALIBRATION
 
 console = Console()

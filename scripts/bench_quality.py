@@ -40,11 +40,11 @@ from headprune.evaluation.metrics import Samples
 from headprune.evaluation.probes import answered, last_word_columns, last_words, lines_of, passages
 from headprune.evaluation.quality import causal_losses
 from headprune.evaluation.recall import copying_losses
-from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.batch import most_tokens
 from headprune.model.loading import load_tokenizer
 from headprune.planning.from_evidence import CutRequest
+from headprune.result.prune import prune
 from headprune.tensors.units import Unit
 
 console = Console()

@@ -100,7 +100,7 @@ def cut(folder: Path, file: Path, out: Path) -> float:
 
 def command(*arguments: str) -> float:
     """Runs a command of headprune; seconds."""
-    from headprune.cli.app import main
+    from headprune.app import main
 
     start, sys.argv = time.perf_counter(), ["headprune", *arguments]
     try:
@@ -113,7 +113,7 @@ def command(*arguments: str) -> float:
 
 def imports() -> None:
     """Imports what a cut imports."""
-    importlib.import_module("headprune.exporting.prune")
+    importlib.import_module("headprune.result.prune")
 
 
 def child(name: str, *arguments: object) -> tuple[float, float]:

@@ -46,8 +46,8 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.distillation.heal import heal
-from headprune.exporting.convert_gqa import convert_gqa
 from headprune.gates.train_gates import train_gates
+from headprune.result.convert_gqa import convert_gqa
 
 COMMANDS = ("train-gates", "heal")
 SAVE_EVERY = 3

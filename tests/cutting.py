@@ -11,7 +11,7 @@ import headprune
 from headprune.model import probes
 from headprune.model.attention import attention_of, identity
 from headprune.model.units import default_unit
-from headprune.proof import equivalence
+from headprune.result import equivalence
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import Cut, cut_heads
 from headprune.tensors.units import Unit

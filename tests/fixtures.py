@@ -12,7 +12,7 @@ from tests import checking
 
 # what computes; the command line, the page and the figures hand on what they are given
 CHECKED = ["tensors", "runtime", "config", "family", "schemas", "model", "data"]
-CHECKED += ["surgery", "proof", "training", "gates", "evidence", "planning", "exporting", "formats"]
+CHECKED += ["surgery", "training", "gates", "evidence", "planning", "result", "formats"]
 CHECKED += ["distillation", "evaluation", "regression"]
 CHECKED += ["processes", "io.outputs", "io.ownership", "io.folders", "io.tensors", "io.streaming"]
 checking.install([f"headprune.{name}" for name in CHECKED])

@@ -141,7 +141,7 @@ class _Place:
 
 
 def _act(place: _Place, prepare: Callable[[], None] | None, arguments: list[str]) -> None:
-    from headprune.cli import app
+    from headprune import app
 
     place.enter()
     if prepare is not None:

@@ -17,10 +17,10 @@ from selenium.webdriver.common.keys import Keys
 
 import headprune
 from headprune.errors import FamilyError, HeadpruneError
-from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of, layer_names
 from headprune.planning.from_evidence import CutRequest
 from headprune.render.attention import AttentionPicture
+from headprune.result.prune import prune
 from headprune.role.sentence import MOST_TOKENS, read_sentence
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit

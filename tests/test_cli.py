@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM
 
+from headprune import app as cli
 from headprune._version import __version__
-from headprune.cli import app as cli
 from headprune.model.attention import attention_of
 from tests import forked, tiny
 from tests.dying import state, write
@@ -59,7 +59,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys; sys.argv = ['headprune', '--help']\n"
-        "from headprune.cli.app import main\n"
+        "from headprune.app import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
@@ -392,7 +392,7 @@ def test_a_failed_proof_leaves_nothing_and_exits_with_1(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from headprune.exporting import write as streamed
+    from headprune.result import write as streamed
 
     write = streamed.write_shards
 

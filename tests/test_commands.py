@@ -15,7 +15,7 @@ import typer.main
 import yaml
 
 import headprune
-from headprune.cli import app as cli
+from headprune import app as cli
 from headprune.commands.command import COMMANDS, in_order
 from headprune.config import stages
 from headprune.config.base import flag

@@ -32,7 +32,6 @@ from headprune.errors import (
     ProofError,
     TrainingError,
 )
-from headprune.exporting.refitting import JudgedRefit
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
@@ -40,6 +39,7 @@ from headprune.model.open import Model
 from headprune.planning.budgets import Price, Prices
 from headprune.render import records, terminal
 from headprune.render import results as console
+from headprune.result.refitting import JudgedRefit
 from headprune.resuming import unwritable
 from headprune.schemas.manifest import amend_manifest, read_manifest
 from headprune.schemas.records import RefitWorth
@@ -193,7 +193,7 @@ def test_a_refit_that_makes_it_worse_is_not_taken(
                 write_output(attention, -3 * heads, bias)
         return JudgedRefit(None, None, tensors)
 
-    monkeypatch.setattr("headprune.exporting.prune.judged_refit", spoiling)
+    monkeypatch.setattr("headprune.result.prune.judged_refit", spoiling)
     result = compressed(encoder, sentences, tmp_path / "spoilt", keep=0.75)
     assert [one.name for one in result.choice.contenders] == ["heads, fisher", sound.chosen.name]
     assert result.pruned.manifest.refit is None
@@ -503,7 +503,7 @@ def test_a_name_says_that_a_refit_was_left_out(
         return JudgedRefit(None, RefitWorth(measure="m", tokens=1, without=1, refitted=2))
 
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
-    monkeypatch.setattr("headprune.exporting.prune.judged_refit", leaving)
+    monkeypatch.setattr("headprune.result.prune.judged_refit", leaving)
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.chosen.name == "KV groups, fisher, refit (left out)"
 

@@ -28,15 +28,15 @@ from headprune.config import (
 from headprune.context import Context
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError, ProofError
-from headprune.exporting.convert_gqa import Converted, convert_gqa
-from headprune.exporting.prune import prune
 from headprune.family import FAMILIES
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads, write_heads
 from headprune.planning.from_evidence import CutRequest
-from headprune.proof import equivalence
-from headprune.proof.verify import verify
+from headprune.result import equivalence
+from headprune.result.convert_gqa import Converted, convert_gqa
+from headprune.result.prune import prune
+from headprune.result.verify import verify
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.merges import MERGES

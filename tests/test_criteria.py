@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.cli import app as cli
+from headprune import app as cli
 from headprune.config import (
     BudgetConfig,
     CalibrationConfig,
@@ -29,7 +29,6 @@ from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.losses import example_losses
 from headprune.evidence.score import gather, needs_of, score, scores_of
 from headprune.evidence.statistics import Activations, Statistics, collect
-from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of
 from headprune.model.cost import STUB, model_cost
@@ -40,6 +39,7 @@ from headprune.planning.allocation import BudgetLimit, allocate, kv_of_query
 from headprune.planning.budgets import Prices, cache_prices, parameter_prices
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import plan
+from headprune.result.prune import prune
 from headprune.schemas.gates import read_metadata, write_gates
 from headprune.schemas.manifest import read_manifest
 from headprune.schemas.plan import Plan

@@ -16,8 +16,6 @@ import headprune
 from headprune.config import Method, ScoreConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evidence.score import score
-from headprune.exporting.preview import preview
-from headprune.exporting.prune import prune
 from headprune.io.markup import sentence
 from headprune.model import probes
 from headprune.model.attention import attention_of, identity
@@ -26,7 +24,9 @@ from headprune.model.open import open_model
 from headprune.model.reading import damage_is
 from headprune.model.skeleton import without_weights
 from headprune.planning.from_evidence import CutRequest
-from headprune.proof import equivalence
+from headprune.result import equivalence
+from headprune.result.preview import preview
+from headprune.result.prune import prune
 from headprune.runtime import modeling_headprune
 from headprune.schemas.gates import GatesMetadata, write_gates
 from headprune.schemas.manifest import read_manifest

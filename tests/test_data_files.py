@@ -32,8 +32,8 @@ from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.evaluate import evaluate
-from headprune.exporting.convert_gqa import convert_gqa
 from headprune.model.heads import HeadWeights
+from headprune.result.convert_gqa import convert_gqa
 from headprune.surgery.merges.spec import Groups, MergeContext
 from tests import tiny
 from tests.test_cli import run

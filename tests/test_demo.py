@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from headprune.cli import app as cli
+from headprune import app as cli
 from tests import tiny
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo"

@@ -16,12 +16,12 @@ from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import Samples, label, parted, within
 from headprune.evaluation.report import Report
-from headprune.exporting.card import quality_section
-from headprune.exporting.prune import prune
 from headprune.planning.from_evidence import CutRequest
 from headprune.pytest_plugin import _assert_no_regression
 from headprune.regression.check import check, update_baseline
 from headprune.render.report import report as write_report
+from headprune.result.card import quality_section
+from headprune.result.prune import prune
 from tests import tiny
 from tests.cutting import uneven_plan
 from tests.test_cli import run

@@ -19,7 +19,6 @@ import headprune
 from headprune.config import DataConfig, EvaluateConfig, TrainGatesConfig
 from headprune.errors import DataError, FamilyError, PlanError, ProofError
 from headprune.evaluation.evaluate import evaluate
-from headprune.exporting.prune import prune
 from headprune.family import FAMILIES
 from headprune.gates.train_gates import train_gates
 from headprune.model import probes
@@ -30,7 +29,8 @@ from headprune.model.attention import (
 )
 from headprune.model.loading import task_of
 from headprune.planning.from_evidence import CutRequest
-from headprune.proof import equivalence
+from headprune.result import equivalence
+from headprune.result.prune import prune
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.units import Unit

@@ -320,7 +320,7 @@ def test_the_file_of_a_result_names_the_heads_that_are_left(
     in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if in_memory:  # cut in memory instead of on disk
-        monkeypatch.setattr("headprune.exporting.write.cut_pieces", _unmapped)
+        monkeypatch.setattr("headprune.result.write.cut_pieces", _unmapped)
     model, folder = tiny.model("whisper"), tmp_path / "model"
     model.save_pretrained(folder)
     settings = {"alignment_heads": [[1, 2], [2, 0], [2, 5]], "is_multilingual": False}

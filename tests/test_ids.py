@@ -27,15 +27,15 @@ from headprune.errors import CheckpointError, PlanError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import Report
 from headprune.evidence.score import score
-from headprune.exporting.convert_gqa import convert_gqa
-from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.stored import id_of_model
 from headprune.planning.from_evidence import CutRequest
-from headprune.proof.verify import verify
 from headprune.regression.check import CheckReport, check
 from headprune.render.report import report
 from headprune.render.runs import ReportedRun
+from headprune.result.convert_gqa import convert_gqa
+from headprune.result.prune import prune
+from headprune.result.verify import verify
 from headprune.schemas.gates import read_gates, read_metadata
 from headprune.schemas.manifest import Manifest, read_manifest
 from headprune.schemas.records import Evidence, Healing, Merging, Pruning

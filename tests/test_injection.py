@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from rich.markup import escape
 
-from headprune.cli import terminal
+from headprune import terminal
 from headprune.commands.command import COMMANDS
 from headprune.config import CheckConfig, DataConfig, EvaluateConfig, ScoreConfig, TrainGatesConfig
 from headprune.errors import HeadpruneError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.score import score
-from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.io.markup import inert, json_safe, printable, sentence, xml_safe
 from headprune.planning.from_evidence import CutRequest
 from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.render.report import report
+from headprune.result.prune import prune
 from tests import tiny
 from tests.test_cli import printed
 

@@ -12,7 +12,7 @@ import pytest
 from pydantic_core import SchemaError
 
 import headprune
-from headprune.cli import terminal
+from headprune import terminal
 from headprune.errors import CheckpointError
 from tests import tiny
 

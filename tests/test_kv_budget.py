@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import PlanError
-from headprune.exporting.convert_gqa import Converted, KvPreview
-from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads, write_heads
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.kv_heads import Way, choose
-from headprune.proof.verify import verify
+from headprune.result.convert_gqa import Converted, KvPreview
+from headprune.result.prune import prune
+from headprune.result.verify import verify
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.merges.budget import exactly
 from headprune.tensors.units import Unit
@@ -218,7 +218,7 @@ def test_of_ways_to_one_number_the_cheapest_counts() -> None:
 
 def test_measuring_leaves_the_weights_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion that is proven against weights that the measuring has changed proves nothing."""
-    from headprune.exporting import opened
+    from headprune.result import opened
 
     tiny.save(tiny.model("llama-gqa"), folder / "model")
     seen: list[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = []

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import headprune
 from headprune.errors import CheckpointError
-from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
 from headprune.planning.from_evidence import CutRequest
+from headprune.result.prune import prune
 from headprune.surgery.cut import resolve
 from tests import load_routes, tiny
 from tests.cutting import uneven_plan

@@ -12,10 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headprune.context import Context
-from headprune.exporting.prune import prune
 from headprune.model import loading
 from headprune.model.stored import StoredDtypes
 from headprune.planning.from_evidence import CutRequest
+from headprune.result.prune import prune
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit
 from tests import forked

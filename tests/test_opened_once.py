@@ -21,12 +21,12 @@ from headprune.config import (
     ScoreConfig,
 )
 from headprune.evidence.score import score, scores_on
-from headprune.exporting import write as writing
-from headprune.exporting.convert_gqa import convert_gqa
-from headprune.exporting.prune import prune
 from headprune.model import loading, stored
 from headprune.model.open import Model, open_model
 from headprune.planning.from_evidence import CutRequest
+from headprune.result import write as writing
+from headprune.result.convert_gqa import convert_gqa
+from headprune.result.prune import prune
 from headprune.surgery.edit import Edit, collecting, sketch, trying
 from tests import tiny
 from tests.cutting import uneven_plan

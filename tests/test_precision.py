@@ -32,10 +32,6 @@ from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, HeadpruneError, ProofError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.score import score
-from headprune.exporting import prune as pruning
-from headprune.exporting.convert_gqa import convert_gqa
-from headprune.exporting.prune import prune
-from headprune.exporting.write import Pruned
 from headprune.formats.export import export
 from headprune.gates.train_gates import train_gates
 from headprune.model import probes
@@ -44,9 +40,13 @@ from headprune.model.inspection import inspect
 from headprune.model.precision import refuse_missing_dtype, widened
 from headprune.model.stored import StoredDtypes, stored_dtypes, stored_tensors
 from headprune.planning.from_evidence import CutRequest
-from headprune.proof import equivalence
-from headprune.proof.verify import verify
 from headprune.regression.check import check
+from headprune.result import equivalence
+from headprune.result import prune as pruning
+from headprune.result.convert_gqa import convert_gqa
+from headprune.result.prune import prune
+from headprune.result.verify import verify
+from headprune.result.write import Pruned
 from headprune.schemas.plan import Plan
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.merges import MERGES
@@ -426,7 +426,7 @@ def test_a_proof_that_would_show_nothing_is_refused_before_the_work(
         raise AssertionError("it went to work")
 
     monkeypatch.setattr(pruning, "judged_refit", worked)
-    monkeypatch.setattr("headprune.exporting.convert_gqa.convert_in_sequence", worked)
+    monkeypatch.setattr("headprune.result.convert_gqa.convert_in_sequence", worked)
     plan = uneven_plan(headprune.from_pretrained(base))
     with pytest.raises(ProofError, match="would show nothing"):
         prune(base, tmp_path / "out", CutRequest(plan=plan), refit=data, calibration=SMALL)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from headprune import app as cli
 from headprune import processes
-from headprune.cli import app as cli
 from headprune.config import (
     ConvertConfig,
     DataConfig,
@@ -28,11 +28,11 @@ from headprune.config import (
 )
 from headprune.distillation.heal import heal
 from headprune.errors import HeadpruneError
-from headprune.exporting.convert_gqa import convert_gqa
-from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.planning.from_evidence import CutRequest
-from headprune.proof.verify import verify
+from headprune.result.convert_gqa import convert_gqa
+from headprune.result.prune import prune
+from headprune.result.verify import verify
 from headprune.schemas.gates import read_metadata
 from tests import forked, tiny
 
@@ -162,7 +162,7 @@ def test_what_the_main_process_cannot_do_ends_all(folder: Path) -> None:
     done = launched(folder, "train-gates", "model", "--target-heads", "0.5", "taken")
     assert done.returncode != 0
     assert "error: The output folder 'taken' already exists" in done.stderr
-    assert "headprune/cli/app.py" not in done.stderr  # no traceback of ours
+    assert "headprune/app.py" not in done.stderr  # no traceback of ours
     assert [path.name for path in (folder / "taken").iterdir()] == ["note"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headprune.cli import app as cli
+from headprune import app as cli
 from tests import tiny
 from tests.marks import slow_unless
 from tests.test_verify import PRUNED, old_folder

@@ -24,15 +24,15 @@ from headprune.config import (
 from headprune.distillation.heal import heal
 from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.score import score
-from headprune.exporting.convert_gqa import convert_gqa
-from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of
 from headprune.model.loading import from_pretrained, load_tokenizer
 from headprune.model.units import default_unit, head_budget, unit_sizes
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.from_scores import even_units, plan_from_scores
-from headprune.proof.verify import verify
+from headprune.result.convert_gqa import convert_gqa
+from headprune.result.prune import prune
+from headprune.result.verify import verify
 from headprune.schemas.manifest import read_manifest
 from headprune.schemas.plan import Plan
 from headprune.tensors.units import Unit

@@ -18,12 +18,12 @@ from headprune.config import CalibrationConfig, DataConfig
 from headprune.context import Context
 from headprune.data.text import Sequences, Text
 from headprune.errors import DataError, PlanError
-from headprune.exporting.prune import prune
-from headprune.exporting.refitting import judged_refit
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.heads import project_output, read_heads, read_output, write_heads
 from headprune.planning.from_evidence import CutRequest
+from headprune.result.prune import prune
+from headprune.result.refitting import judged_refit
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery import refit as refits
 from headprune.surgery.cut import cut_heads, resolve
@@ -319,7 +319,7 @@ def test_what_a_refit_is_worth_is_told_by_sequences_that_did_not_take_it(
         batch, refitted = divmod(next(calls), 2)
         return 0.5 if not refitted else 0.1 if helps == (batch < 2) else 0.9
 
-    monkeypatch.setattr("headprune.exporting.refitting.distance", distance)
+    monkeypatch.setattr("headprune.result.refitting.distance", distance)
     generator = torch.Generator().manual_seed(0)
     taken, left = (torch.randint(5, 60, (16, 24), generator=generator) for _ in range(2))
     model = tiny.model("llama-gqa")

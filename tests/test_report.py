@@ -27,14 +27,14 @@ from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, HeadpruneError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import Report
-from headprune.exporting.convert_gqa import convert_gqa
-from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.planning.from_evidence import CutRequest
 from headprune.regression.check import check
 from headprune.render.charts import quality_charts
 from headprune.render.report import report
 from headprune.render.runs import ReportedRun
+from headprune.result.convert_gqa import convert_gqa
+from headprune.result.prune import prune
 from headprune.schemas.gates import GatesMetadata, read_gates, read_metadata, write_gates
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.scores import Scores, ScoresMetadata, write_scores

@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.errors import CheckpointError
-from headprune.exporting.prune import prune
 from headprune.io.figures import MUTED, SERIES
 from headprune.model.attention import attention_of, identity
 from headprune.planning.from_evidence import CutRequest
 from headprune.render.report import report
+from headprune.result.prune import prune
 from headprune.role import ROLES
 from headprune.role.pictures import roles_figure, roles_table, scores_figure
 from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan

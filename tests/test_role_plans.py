@@ -9,11 +9,11 @@ import pytest
 
 from headprune.config import DataConfig, PlanConfig, ScoreConfig
 from headprune.evidence.score import score
-from headprune.exporting.card import rewrite_card, roles_section
-from headprune.exporting.prune import prune
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import Planned, plan
 from headprune.render.report import report
+from headprune.result.card import rewrite_card, roles_section
+from headprune.result.prune import prune
 from headprune.role.measure import roles
 from headprune.schemas.roles import read_roles
 from headprune.tensors.units import Unit

@@ -19,7 +19,6 @@ from headprune.config import CheckConfig, DataConfig, RolesConfig
 from headprune.errors import DataError, FamilyError
 from headprune.evaluation.loaded import Loaded, LoadedDomain
 from headprune.evidence.losses import losses_without
-from headprune.exporting.prune import prune
 from headprune.model.attention import attention_of, layer_of
 from headprune.model.batch import token_mask
 from headprune.model.heads import read_output, write_output
@@ -28,6 +27,7 @@ from headprune.planning.from_evidence import CutRequest
 from headprune.regression.limits import parse_limit
 from headprune.regression.roles import judge_roles
 from headprune.render.roles import roles as show
+from headprune.result.prune import prune
 from headprune.role import ROLES
 from headprune.role.ablation import Out, head_means, random_sets, recorded, replayed, rises
 from headprune.role.inputs import Reading, repeated_inputs, token_classes

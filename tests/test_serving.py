@@ -9,8 +9,8 @@ import pytest
 import headprune
 from headprune import packages
 from headprune.errors import PlanError
-from headprune.exporting.engines import serving, shapes_in
 from headprune.planning.targets import EMPTY, EVEN, RAGGED
+from headprune.result.engines import serving, shapes_in
 from headprune.schemas.manifest import read_manifest
 from tests import tiny
 from tests.cutting import ragged_plan, uneven_plan

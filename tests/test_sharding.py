@@ -32,14 +32,14 @@ from headprune.distillation.heal import heal
 from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.distillation.trainer import HealTrainer
 from headprune.errors import HeadpruneError
-from headprune.exporting.convert_gqa import convert_gqa
-from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model import placement
 from headprune.model.open import open_model
 from headprune.model.placement import refuse_to_shard
 from headprune.planning.from_evidence import CutRequest
-from headprune.proof.verify import verify
+from headprune.result.convert_gqa import convert_gqa
+from headprune.result.prune import prune
+from headprune.result.verify import verify
 from headprune.schemas.gates import read_metadata
 from headprune.schemas.manifest import read_manifest
 from headprune.schemas.records import Healing

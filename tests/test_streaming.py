@@ -22,9 +22,6 @@ from headprune import memory
 from headprune.config import Dtype, LayoutOption, ProofOption, Writing
 from headprune.context import Context
 from headprune.errors import CheckpointError, PlanError, ProofError
-from headprune.exporting import write as streamed
-from headprune.exporting.preview import Preview, preview
-from headprune.exporting.prune import migrate, prune
 from headprune.io import shards
 from headprune.io.shards import Piece, write_shards
 from headprune.model.attention import attention_of, identity
@@ -34,7 +31,10 @@ from headprune.model.open import Model, open_model
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import stored_tensors
 from headprune.planning.from_evidence import CutRequest
-from headprune.proof.verify import verify
+from headprune.result import write as streamed
+from headprune.result.preview import Preview, preview
+from headprune.result.prune import migrate, prune
+from headprune.result.verify import verify
 from headprune.schemas.manifest import read_manifest
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import cut_heads, fold_gates, resolve

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import FamilyError, PlanError, ProofError
-from headprune.exporting import write as writing
-from headprune.exporting.write import refuse_unprovable
 from headprune.model import probes
 from headprune.model.attention import attention_of, fingerprint
 from headprune.model.units import default_unit, unit_sizes
 from headprune.planning.from_scores import plan_from_scores
-from headprune.proof import equivalence
+from headprune.result import equivalence
+from headprune.result import write as writing
+from headprune.result.write import refuse_unprovable
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.surgery.cut import cut_heads, resolve, result_shape, uncut
 from headprune.tensors.units import Unit

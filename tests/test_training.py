@@ -21,8 +21,6 @@ from headprune.config import DataConfig, Method, Objective, Resuming, Train, Tra
 from headprune.context import Context
 from headprune.distillation.trainer import HealedModel
 from headprune.errors import HeadpruneError, Interrupted, PlanError
-from headprune.exporting.preview import preview
-from headprune.exporting.prune import prune
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, labelled
 from headprune.gates.optimizer import GateOptimizer
@@ -41,6 +39,8 @@ from headprune.model.losses import (
     relative_error,
 )
 from headprune.planning.from_evidence import CutRequest
+from headprune.result.preview import preview
+from headprune.result.prune import prune
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.gates import read_metadata
 from headprune.tensors import hard_concrete

@@ -17,13 +17,13 @@ import headprune
 from headprune.config import ConvertConfig
 from headprune.context import Context, MadeBy
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
-from headprune.exporting.convert_gqa import convert_gqa
-from headprune.exporting.prune import migrate, prune
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.planning.from_evidence import CutRequest
-from headprune.proof import equivalence
-from headprune.proof.verify import Verification, verify
+from headprune.result import equivalence
+from headprune.result.convert_gqa import convert_gqa
+from headprune.result.prune import migrate, prune
+from headprune.result.verify import Verification, verify
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.schemas.records import Migration
 from headprune.surgery.cut import cut_heads, resolve

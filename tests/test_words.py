@@ -16,19 +16,19 @@ from safetensors.torch import load_file
 from transformers.utils import logging as transformers_logging
 
 import headprune
-from headprune.cli import terminal
+from headprune import terminal
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.context import Context
 from headprune.data.read import read_examples
 from headprune.errors import CheckpointError, DataError, PlanError
-from headprune.exporting.prune import prune
 from headprune.io import hub
 from headprune.model.attention import attention_of
 from headprune.model.loading import load_config
 from headprune.planning.from_evidence import CutRequest
-from headprune.proof.verify import verify
 from headprune.render import records
 from headprune.render import terminal as shown
+from headprune.result.prune import prune
+from headprune.result.verify import verify
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit
 from tests import tiny

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 
 from headprune.config import ProofOption, Writing
 from headprune.errors import ProofError
-from headprune.exporting import write as streamed
-from headprune.exporting.prune import prune
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.planning.from_evidence import CutRequest
-from headprune.proof import equivalence
-from headprune.proof.verify import verify
+from headprune.result import equivalence
+from headprune.result import write as streamed
+from headprune.result.prune import prune
+from headprune.result.verify import verify
 from headprune.runtime.modeling_headprune import Attention, input_dim
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import Cut, cut_heads

@@ -8,7 +8,7 @@ from typing import Any
 from typer.models import ArgumentInfo
 
 import headprune.commands  # noqa: F401  (registers them)
-from headprune.cli.app import is_several, metavar_of
+from headprune.app import is_several, metavar_of
 from headprune.commands.command import COMMANDS, Command, in_order
 from headprune.config.base import flag
 

@@ -63,11 +63,11 @@ from headprune.config import (
 )
 from headprune.errors import HeadpruneError
 from headprune.evidence.score import score
-from headprune.exporting.prune import prune
 from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of, of_kinds
 from headprune.model.loading import load_tokenizer
 from headprune.planning.from_evidence import CutRequest
+from headprune.result.prune import prune
 from headprune.role.measure import roles
 
 WHEEL = Source(

@@ -1,6 +1,6 @@
 """``python -m headprune``, also under ``accelerate launch -m headprune``."""
 
-from headprune.cli.app import main
+from headprune.app import main
 
 if __name__ == "__main__":
     main()

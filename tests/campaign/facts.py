@@ -63,7 +63,7 @@ def takes_overwrite(line: str) -> bool:
     """Whether the command of a line has the option --overwrite."""
     import typer
 
-    from headprune.cli.app import app
+    from headprune.app import app
 
     group: Any = typer.main.get_command(app)
     found = group.commands[shlex.split(line)[0]]

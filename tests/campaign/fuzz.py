@@ -89,7 +89,7 @@ def _train() -> object:
 
 def _settings(command: str, file: str) -> object:
     """What --config gives a command."""
-    from headprune.cli.app import settings_in
+    from headprune.app import settings_in
     from headprune.commands.command import COMMANDS
 
     required = {"model": "m", "data": "d", "output": "o"}
@@ -293,7 +293,7 @@ def _alone(read: Callable[[], object], here: Path) -> Outcome:
     """Reads without a command, and ends as a command does."""
 
     def run() -> None:
-        from headprune.cli import terminal
+        from headprune import terminal
 
         terminal.run(lambda: (read(), None)[1])
 

@@ -11,6 +11,6 @@ if __name__ == "__main__":
     rank, fatal = os.environ.get("CAMPAIGN_DIES", ":").split(":")
     if rank == os.environ.get("RANK"):
         Trap(Path.cwd(), int(fatal)).set()
-    from headprune.cli.app import main
+    from headprune.app import main
 
     main()

@@ -27,7 +27,7 @@ def up() -> None:
     import torch
 
     import headprune
-    from headprune.cli import terminal
+    from headprune import terminal
 
     torch.set_num_threads(1)
     terminal.quiet_libraries()

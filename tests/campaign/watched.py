@@ -76,7 +76,7 @@ def command(
     def run() -> None:
         import torch
 
-        from headprune.cli import app
+        from headprune import app
 
         # torch makes its pool anew in a forked process, and two threads at once may find none
         torch.set_num_threads(1)

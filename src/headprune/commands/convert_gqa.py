@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.distillation.heal import Healed
-    from headprune.exporting.convert_gqa import Converted, KvPreview
+    from headprune.result.convert_gqa import Converted, KvPreview
 
     Result = Converted | Healed | KvPreview
 
 
 def _show(console: Console, result: Result, values: Mapping[str, Any]) -> None:
     from headprune.distillation.heal import Healed
-    from headprune.exporting.convert_gqa import KvPreview
     from headprune.render import results
+    from headprune.result.convert_gqa import KvPreview
 
     if isinstance(result, Healed):
         results.healed(console, result)
@@ -108,9 +108,9 @@ def convert_gqa(
     if output is None and not dry_run:
         raise HeadpruneError("convert-gqa needs OUTPUT, the folder to write (or --dry-run).")
     output = None if output is None else Path(output)
-    from headprune.exporting import convert_gqa as conversion
     from headprune.io.outputs import claimed
     from headprune.io.writing import beside
+    from headprune.result import convert_gqa as conversion
 
     config = build(
         ConvertConfig,

@@ -65,9 +65,9 @@ def evaluate(
 ) -> Report:
     """Measure quality, size and speed, also against another model."""
     from headprune.evaluation.evaluate import evaluate
-    from headprune.exporting.card import rewrite_card
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import EVALUATION
+    from headprune.result.card import rewrite_card
     from headprune.schemas.manifest import read_manifest
 
     config = build(

@@ -14,7 +14,7 @@ from headprune.context import Context
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.exporting.write import Pruned
+    from headprune.result.write import Pruned
 
 
 def _show(console: Console, result: Pruned, values: Mapping[str, Any]) -> None:
@@ -43,7 +43,7 @@ def migrate(
     context: Context = Context(),
 ) -> Pruned:
     """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
-    from headprune.exporting.prune import migrate
+    from headprune.result.prune import migrate
 
     writing = build(Writing, overwrite=overwrite, out_dtype=out_dtype)
     return migrate(model, Path(output), Dtype(dtype), writing, context)

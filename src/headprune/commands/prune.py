@@ -40,17 +40,17 @@ from headprune.schemas.plan import Plan
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.exporting.preview import Preview
-    from headprune.exporting.write import Pruned
     from headprune.planning.plan import Planned
+    from headprune.result.preview import Preview
+    from headprune.result.write import Pruned
 
 NO_REFIT = "none"
 
 
 def _show(console: Console, result: Pruned | Preview | Planned, values: Mapping[str, Any]) -> None:
-    from headprune.exporting.preview import Preview
     from headprune.planning.plan import Planned
     from headprune.render import next_commands, results
+    from headprune.result.preview import Preview
 
     if isinstance(result, Planned):
         saved, following = values["save_plan"], ""
@@ -141,10 +141,10 @@ def prune(
     """Remove heads from the weights, verify the result against the gated model, and write it."""
     if output is None and not dry_run:
         raise HeadpruneError("prune needs OUTPUT, the folder to write (or --dry-run).")
-    from headprune.exporting.preview import preview
-    from headprune.exporting.prune import prune
     from headprune.planning.from_evidence import CutRequest
     from headprune.planning.plan import plan as planned_by
+    from headprune.result.preview import preview
+    from headprune.result.prune import prune
 
     shape, engines = LayoutOption(layout), [Target(each) for each in targets]
     gates, scores, roles = (_path(each) for each in (gates, scores, roles))

@@ -62,7 +62,7 @@ def roles(
     context: Context = Context(),
 ) -> RolesRecord:
     """Say what every head does, such as induction, with controls and intervals."""
-    from headprune.exporting.card import rewrite_card
+    from headprune.result.card import rewrite_card
     from headprune.role.measure import roles
     from headprune.schemas.manifest import read_manifest
 

@@ -13,7 +13,7 @@ from headprune.context import Context
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.proof.verify import Verification
+    from headprune.result.verify import Verification
 
 
 def _show(console: Console, result: Verification, values: Mapping[str, Any]) -> None:
@@ -33,7 +33,7 @@ def verify(
     context: Context = Context(),
 ) -> Verification:
     """Verify a result again: hashes, load routes, and outputs against the stored outputs."""
-    from headprune.proof.verify import verify
+    from headprune.result.verify import verify
 
     remote = context.allowed.trust_remote_code
     return verify(Path(folder), None if against is None else str(against), remote, context.stage)

@@ -23,12 +23,12 @@ from headprune.config import (
 from headprune.context import Context
 from headprune.errors import DataError, PlanError, ProofError
 from headprune.evidence.score import scores_on
-from headprune.exporting.convert_gqa import merged_of
-from headprune.exporting.prune import propose_removal
-from headprune.exporting.write import Proposal
 from headprune.model.open import Model
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import make_plan
+from headprune.result.convert_gqa import merged_of
+from headprune.result.prune import propose_removal
+from headprune.result.write import Proposal
 from headprune.schemas.scores import Scores
 from headprune.tensors.units import Unit
 

@@ -39,8 +39,6 @@ from headprune.errors import (
     Interrupted,
     PlanError,
 )
-from headprune.exporting.card import write_card
-from headprune.exporting.write import Proposal, Pruned, write
 from headprune.io.outputs import claimed, whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
 from headprune.model.batch import most_tokens
@@ -48,6 +46,8 @@ from headprune.model.loading import CLASSIFIERS, UNMEASURED, task_of
 from headprune.model.open import open_model
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.constraints import constraints_of
+from headprune.result.card import write_card
+from headprune.result.write import Proposal, Pruned, write
 from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
 

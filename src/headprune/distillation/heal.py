@@ -17,12 +17,12 @@ from headprune.distillation.pair import Pair, read_pair
 from headprune.distillation.shards import probed, refuse_sharded, stored_weights
 from headprune.distillation.trainer import HealedModel, HealTrainer, merged, trainable
 from headprune.errors import HeadpruneError
-from headprune.exporting.write import Changes, Pruned, write
 from headprune.io.shell import command
 from headprune.model.losses import own_share, recompute_activations
 from headprune.model.stored import id_of_model
 from headprune.packages import refuse_missing
 from headprune.placements import Placement, in_shards, placing, sharding
+from headprune.result.write import Changes, Pruned, write
 from headprune.resuming import Run, claimed_run
 from headprune.schemas.records import Healing
 from headprune.training import HistoryCallback, stop_on_interrupt, train, training_arguments

@@ -16,14 +16,14 @@ from headprune.data.batches import batches
 from headprune.data.text import Collate, split
 from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.errors import DataError, HeadpruneError
-from headprune.exporting.prune import whole
-from headprune.exporting.write import refuse_unprovable
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 from headprune.model.open import Model, open_model, read_model
 from headprune.model.placement import placed, reshard
 from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import StoredDtypes
 from headprune.placements import in_shards
+from headprune.result.prune import whole
+from headprune.result.write import refuse_unprovable
 from headprune.surgery.edit import Edit
 
 HELD_OUT = 16  # sequences to choose by, and as many to report of

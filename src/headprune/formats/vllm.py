@@ -14,7 +14,7 @@ from headprune.formats.source import ExportSource, open_source
 from headprune.formats.weights import WithFused
 from headprune.model.probes import probe, probe_inputs
 from headprune.planning.targets import generates_none
-from headprune.proof.equivalence import difference
+from headprune.result.equivalence import difference
 from headprune.runtime.modeling_headprune import REPEATING
 
 

@@ -35,7 +35,7 @@ class Outputs(dict[str, Tensor]):
 
     Attributes:
         modules: Outputs of every W_O without its bias, at some positions of every call, by path.
-        controls: Their difference from those with wrong gates (``proof.equivalence``).
+        controls: Their difference from those with wrong gates (``result.equivalence``).
     """
 
     def __init__(self, *args: Any, **outputs: Tensor) -> None:

@@ -11,9 +11,9 @@ from headprune.io.shell import command
 from headprune.io.writing import beside
 
 if TYPE_CHECKING:
-    from headprune.exporting.write import Pruned
     from headprune.gates.train_gates import GatesRun
     from headprune.planning.plan import Planned
+    from headprune.result.write import Pruned
     from headprune.schemas.scores import Scores, ScoresMetadata
 
 _ON_TEXT = ("AutoModelForCausalLM", "AutoModelForMaskedLM")  # a text file alone will do

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from headprune.compression.compress import Compressed, Outline
     from headprune.distillation.heal import Healed
-    from headprune.exporting.convert_gqa import Converted, KvPreview
-    from headprune.exporting.preview import Preview, ShapeCost
-    from headprune.exporting.write import Pruned
     from headprune.formats.export import Exported
     from headprune.gates.train_gates import GatesRun
     from headprune.planning.kv_heads import KvPlan
     from headprune.planning.plan import Planned
-    from headprune.proof.verify import Verification
+    from headprune.result.convert_gqa import Converted, KvPreview
+    from headprune.result.preview import Preview, ShapeCost
+    from headprune.result.verify import Verification
+    from headprune.result.write import Pruned
     from headprune.schemas.scores import Scores
 
 SHADES = "·░▒▓█"  # from the first heads to go to the last
@@ -179,8 +179,8 @@ def verification(console: Console, result: Verification) -> None:
 
 def written(result: Pruned) -> list[Block]:
     """Return the proof, and commands that measure and serve the result."""
-    from headprune.exporting.engines import serving
     from headprune.packages import missing
+    from headprune.result.engines import serving
 
     manifest, output = result.manifest, result.output
     stored = records.stored(manifest.shape, manifest.uneven)

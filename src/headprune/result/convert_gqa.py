@@ -14,8 +14,6 @@ from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption, 
 from headprune.context import Context
 from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
-from headprune.exporting.opened import Opened, prepare_merging, refuse_request, weighs
-from headprune.exporting.write import Changes, Pruned, refuse_unprovable, write
 from headprune.io.outputs import claims_output
 from headprune.model import probes
 from headprune.model.attention import family_of
@@ -25,6 +23,8 @@ from headprune.model.residency import residency_of
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import equal_counts, stated_counts
 from headprune.planning.kv_heads import KvPlan, Way, choose
+from headprune.result.opened import Opened, prepare_merging, refuse_request, weighs
+from headprune.result.write import Changes, Pruned, refuse_unprovable, write
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.schemas.records import Merging

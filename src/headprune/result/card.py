@@ -9,13 +9,13 @@ from typing import Any
 
 import yaml
 
-from headprune.exporting.engines import serving
 from headprune.io import hub
 from headprune.io.parsing import parse_yaml
 from headprune.io.writing import write_whole
 from headprune.render import records
 from headprune.render.blocks import Block, Code, Paragraph, Section, Table
 from headprune.render.markdown import escaped, markdown
+from headprune.result.engines import serving
 from headprune.schemas.manifest import CARD, Manifest, read_manifest
 from headprune.schemas.plan import Plan, read_plan
 from headprune.schemas.roles import RolesRecord

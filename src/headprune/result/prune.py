@@ -10,13 +10,13 @@ from headprune.context import Context
 from headprune.data.batches import calibration as calibration_of
 from headprune.errors import CheckpointError, PlanError
 from headprune.evidence.score import reckons_with_refit
-from headprune.exporting.refitting import JudgedRefit, judged_refit
-from headprune.exporting.write import Changes, Proposal, Pruned, refuse_unprovable, write
 from headprune.io.outputs import claims_output
 from headprune.model.loading import has_pruned_heads
 from headprune.model.open import Model, open_model
 from headprune.planning.from_evidence import CutRequest, cuts_by, refuse_request
 from headprune.planning.from_scores import plan_from_scores
+from headprune.result.refitting import JudgedRefit, judged_refit
+from headprune.result.write import Changes, Proposal, Pruned, refuse_unprovable, write
 from headprune.schemas.records import Migration, Pruning
 from headprune.surgery.edit import Edit
 from headprune.tensors.units import Unit

@@ -15,9 +15,8 @@ from typer.core import TyperCommand
 from typer.models import ArgumentInfo, OptionInfo
 
 import headprune.commands  # noqa: F401  (registers them)
-from headprune import processes
+from headprune import processes, terminal
 from headprune._version import __version__
-from headprune.cli import terminal
 from headprune.commands.command import COMMANDS, Command, in_order
 from headprune.config.base import flag
 from headprune.errors import HeadpruneError

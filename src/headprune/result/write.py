@@ -18,8 +18,6 @@ from headprune import memory
 from headprune.config import ProofOption, Writing
 from headprune.context import Context
 from headprune.errors import CheckpointError
-from headprune.exporting.card import inherit_metadata, write_card
-from headprune.exporting.engines import engines_of, shapes_in
 from headprune.io import hub
 from headprune.io.folders import COMPANIONS, copy_companions, hashing
 from headprune.io.outputs import whole_folder
@@ -34,7 +32,9 @@ from headprune.model.residency import residency_of, runs_by_layers
 from headprune.model.skeleton import Names, Unmapped
 from headprune.model.stored import StoredDtypes, identifying
 from headprune.placements import ROOM, Placement, asked_placement, too_large
-from headprune.proof import equivalence, tensors
+from headprune.result import equivalence, tensors
+from headprune.result.card import inherit_metadata, write_card
+from headprune.result.engines import engines_of, shapes_in
 from headprune.schemas.manifest import (
     CARD,
     HISTORY,

@@ -31,7 +31,7 @@ from headprune.model.placement import placed
 from headprune.model.probes import Outputs
 from headprune.model.residency import residency_of
 from headprune.model.stored import stored_dtypes, stored_tensors
-from headprune.proof import equivalence, tensors
+from headprune.result import equivalence, tensors
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.manifest import Manifest, contents, read_manifest
 from headprune.schemas.plan import Shape, read_plan

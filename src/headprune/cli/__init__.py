@@ -1,1 +1,0 @@
-"""The command line: a shell around one function per command."""

@@ -1,1 +1,0 @@
-"""Export: from a plan to a folder that loads, verified, with its card."""

@@ -1,1 +1,0 @@
-"""The proof: gated original, cut model and reloaded folder compute the same."""
