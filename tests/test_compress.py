@@ -179,12 +179,11 @@ def test_lengths_follow_the_text_and_what_is_seen_the_candidate(
 def test_a_refit_that_makes_it_worse_is_not_taken(
     encoder: Path, sentences: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [c for c in CANDIDATES if isinstance(c.way, RemoveHeads) and c.way.criterion == "fisher"]
-    monkeypatch.setattr(candidates, "CANDIDATES", tuple(rows))
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:4])
     result = compressed(encoder, sentences, tmp_path / "sound", keep=0.75)
     sound, unseen = result.choice, result.unseen_beyond
     assert unseen is None  # it generates nothing
-    assert sound.chosen.name == "heads, fisher, refit"
+    assert sound.chosen.name == "heads, compensated, refit"
 
     def spoiling(net: Any, *arguments: Any, **settings: Any) -> JudgedRefit:
         with collecting(net, attentions := attention_of(net)) as tensors:
@@ -211,7 +210,7 @@ def test_healing_is_kept_only_if_it_helps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     healing = HealConfig(steps=30, seq_len=16, learning_rate=learning_rate)
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[5:6])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
     monkeypatch.setattr(_Compression, "_healing", lambda self: healing)
     result = compressed(encoder, sentences, tmp_path / "out", keep=0.75, heal_steps=30)
     names = [one.name for one in result.choice.contenders]
@@ -257,7 +256,7 @@ def test_healing_that_breaks_down_leaves_the_best_unhealed(
     def broken(*arguments: Any, **settings: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[5:6])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
     monkeypatch.setattr("headprune.compression.compress.heal", broken)
     if told is None:  # whatever it is, it is not healing's alone
         with pytest.raises(RuntimeError, match="something else"):
@@ -276,7 +275,7 @@ def test_a_candidate_that_needs_too_much_memory_is_left_out(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(ShareKvHeads, "make", greedy)
-    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[2]))
+    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[1]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.failed == {"KV heads merged or removed, by layer": "cpu ran out of memory."}
     assert choice.chosen.name == "KV groups, fisher"
@@ -296,7 +295,7 @@ def test_scores_that_take_too_much_memory_together_are_made_alone(
         return scores_on(model, config, *others, **settings)
 
     monkeypatch.setattr(candidates, "scores_on", greedy)
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:3])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:2])
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert {one.name.split(",")[1] for one in choice.contenders} == {" fisher"}
     assert choice.failed and set(choice.failed.values()) == {"cpu ran out of memory."}
@@ -306,7 +305,7 @@ def test_scores_that_take_too_much_memory_together_are_made_alone(
 def test_the_card_of_a_healed_result_tells_of_the_original(
     llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:3])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
     result = compressed(llama_folder, data, tmp_path / "out", keep=0.5, heal_steps=30)
     first, last = result.pruned.manifest.steps
     assert (first.done.kind, last.done.kind) == ("pruning", "healing")
@@ -350,7 +349,7 @@ def test_other_kinds_of_models(
     model = tiny.save(tiny.model(case), tmp_path / "model")
     text = sentences if case == "bert-base" else data
     choice = compressed(model, text, tmp_path / "out", keep=0.5).choice
-    assert (choice.measure, len(choice.contenders)) == (measure, 3)  # not grouped: no merging
+    assert (choice.measure, len(choice.contenders)) == (measure, 2)  # not grouped: no merging
     assert choice.chosen.query_heads * 2 == choice.original.query_heads
     assert abs(choice.original.held_out - 1) < 1e-5
     values = [one.chosen_by for one in choice.contenders]
@@ -481,7 +480,7 @@ def test_merges_are_offered_every_kv_head_that_fits(tmp_path: Path) -> None:
 def test_a_candidate_whose_outputs_are_not_finite_is_left_out(
     llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:3])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:2])
     losses, calls = heldout.quality.causal_losses, []
 
     def breaking(*arguments: Any, **settings: Any) -> Any:
@@ -502,10 +501,10 @@ def test_a_name_says_that_a_refit_was_left_out(
     def leaving(*arguments: Any) -> JudgedRefit:
         return JudgedRefit(None, RefitWorth(measure="m", tokens=1, without=1, refitted=2))
 
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:1])
     monkeypatch.setattr("headprune.result.prune.judged_refit", leaving)
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
-    assert choice.chosen.name == "KV groups, fisher, refit (left out)"
+    assert choice.chosen.name == "KV groups, compensated, refit (left out)"
 
 
 @pytest.mark.slow
@@ -528,7 +527,7 @@ def test_what_is_not_possible_is_said_and_left_out(
         raise PlanError("It cannot be merged.")
 
     monkeypatch.setattr(ShareKvHeads, "make", refusing)
-    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[2]))
+    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[1]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.failed == {"KV heads merged or removed, by layer": "It cannot be merged."}
     assert [one.name for one in choice.contenders] == ["KV groups, fisher"]
@@ -566,7 +565,7 @@ def bytes_model(folder: Path) -> Path:
 def test_without_data_the_text_that_ships_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:1])
     model = bytes_model(tmp_path / "model")
     result = compressed(model, [], tmp_path / "out", keep=0.75, heal_steps=2)
     texts_of = set(result.choice.original.by_text)

@@ -184,7 +184,6 @@ class Candidate:
 def _removing(unit: Unit, name: str) -> tuple[Candidate, ...]:
     return (
         Candidate(f"{name}, compensated, refit", RemoveHeads(unit, "compensated", refit=True)),
-        Candidate(f"{name}, fisher, refit", RemoveHeads(unit, "fisher", refit=True)),
         Candidate(f"{name}, fisher", RemoveHeads(unit, "fisher", refit=False)),
     )
 
