@@ -215,7 +215,7 @@ def test_the_command_writes_the_page(
     code, _, err = run(capsys, *words)
     assert (code, "already exists" in err, output.read_text() == written) == (2, True, True)
     code, out, _ = run(capsys, *words, "--overwrite")
-    assert (code, out.startswith("6 heads, of which 1.3 shown first.")) == (0, True)
+    assert (code, out.startswith("6 heads; shown first: 1.3.")) == (0, True)
     with pytest.raises(HeadpruneError, match="the output is a page; name an .html file"):
         headprune.attention(folder, tmp_path / "page.pdf", text=TEXT)
     with pytest.raises(HeadpruneError, match="layer 7: there is no such layer with heads"):

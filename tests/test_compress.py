@@ -77,7 +77,7 @@ def test_the_best_on_held_out_text_is_taken(
     )
     assert choice.lead is not None
     assert choice.lead[0] <= losses[1] - losses[0] <= choice.lead[1]
-    assert len(losses) == 4 and choosing == sorted(choosing) and not choice.failed
+    assert len(losses) == 3 and choosing == sorted(choosing) and not choice.failed
     assert losses != choosing  # what is printed chose nothing
     assert choice.original.held_out == 1.0
     assert result.unseen_beyond == SMALL["seq_len"]  # of 128 positions
@@ -425,7 +425,7 @@ def test_a_dry_run_says_what_would_be_done(
     assert told["texts"] == ["code", "documentation", "novel", "play", "reference", "speeches"]
     assert (
         told["candidates"][-1] == "KV heads merged or removed, by layer"
-        and len(told["candidates"]) == 4
+        and len(told["candidates"]) == 3
     )
     code, out, err = run(capsys, *line)
     assert code == 0 and "0.5 of the KV heads, as queries share them" in out
@@ -623,7 +623,7 @@ def test_which_candidates_apply_follows_from_the_goal() -> None:
 def test_a_manifest_is_amended_without_a_new_id(
     llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:3])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
     result = compressed(llama_folder, data, tmp_path / "out", keep=0.5)
     before = read_manifest(tmp_path / "out")
     amended = amend_manifest(tmp_path / "out", choice=None)

@@ -128,7 +128,7 @@ def test_a_file_that_the_engine_does_not_load_is_no_proof(tmp_path: Path) -> Non
     llama_cpp = pytest.importorskip("headprune.formats.llama_cpp")
     folder = tiny_model("llama-gqa", "whole", tmp_path / "m")
     (tmp_path / "model.gguf").write_bytes(b"GGUF" * 100)
-    with pytest.raises(ProofError, match="llama.cpp cannot run what was written: .*rror"):
+    with pytest.raises(ProofError, match="llama.cpp cannot run the file: .*rror"):
         llama_cpp.prove(open_source(folder), tmp_path / "model.gguf", file.Type.F32, True)
 
 

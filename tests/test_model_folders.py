@@ -270,7 +270,7 @@ REFUSED: dict[Callable[[Path], None], str] = {
     other_name: r"no model.safetensors, .* but 'model.fp16.safetensors'. .* rename it",
     pickle_alone: r"pytorch_model.bin' is a pickle",
     pointer: r"is a pointer of git-lfs, .* 'git lfs pull'",
-    flash: r"needs what is not installed: FlashAttention2 .*, such as attn_implementation",
+    flash: r"needs a missing package: FlashAttention2 .*, such as attn_implementation",
     encoder: r"It was saved as a BartEncoder; save the whole model",
 }
 

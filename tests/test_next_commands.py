@@ -118,7 +118,7 @@ def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(
     warned = criterion != "fisher"
     _, out, err = run(capsys, *bare)
     said = json.loads(out)["warnings"]
-    assert len(said) == warned == (f"warning: {criterion} scores say what is lost" in err)
+    assert len(said) == warned == (f"warning: {criterion} scores assume that W_O" in err)
     whole = ["Nothing was removed or merged: the result has all heads of its source."]
     for fine, said in ([*bare, "--keep", "1.0"], whole), ([*after, "--overwrite", "--json"], []):
         _, out, err = run(capsys, *fine)
