@@ -222,8 +222,8 @@ MODULE = "model.layers.0.self_attn"
     [
         ({"model.layers.9.self_attn": [0]}, "does not have. Did you mean 'model.layers"),
         ({MODULE: [6]}, f"names head 6 of '{MODULE}', which has the 6 heads 0 to 5"),
-        ({MODULE: "0"}, "neither a full plan"),
-        ([1, 2], "neither a full plan"),
+        ({MODULE: "0"}, "is no plan"),
+        ([1, 2], "is no plan"),
         ({MODULE: [0]}, "1, 2, 2 query heads each"),
         ({"schema_version": 2, "attentions": {}}, "Upgrade headprune"),
         ({"schema_version": 1, "unit": "heads", "attentions": {}}, "not valid: unit"),

@@ -50,7 +50,7 @@ class Context:
         stage: Called with a few words before every stage.
         step: Called with steps of the stage done, steps in all, and numbers to show beside them.
         whole: Called with parts of the whole job done, and parts in all.
-        line: Called with a line that stays, and whether it tells of success or failure.
+        line: Called with a line that stays, and whether it is of success or failure.
         allowed: Permissions of a model.
         made_by: The command, for the record; None where no command runs.
     """
@@ -63,7 +63,7 @@ class Context:
     made_by: MadeBy | None = None
 
     def each(self, items: Sequence[Item]) -> Iterator[Item]:
-        """Items one after the other, each a step of the stage."""
+        """Yield the items, each a step of the stage."""
         for number, item in enumerate(items, start=1):
             yield item
             self.step(number, len(items))

@@ -1,4 +1,4 @@
-"""The device that a command runs its models on: chosen once, by ``--device``.
+"""The device of a command, by ``--device``.
 
 ``auto`` is the accelerator of this machine, or the CPU where there is none that has float64.
 """
@@ -31,9 +31,8 @@ class _Choice:
 
     Attributes:
         device: The device.
-        say: Called with the line that names it, when the first model is put there, and with what
-            there is to say of it.
-        announced: Whether it was named.
+        say: Called with the line that names it, and with remarks.
+        announced: True once it was named.
     """
 
     device: torch.device
@@ -45,22 +44,22 @@ _CHOICE: ContextVar[_Choice | None] = ContextVar("device", default=None)
 
 
 @contextmanager
-def running_on(asked: str, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """Has models run on a device for the time of a ``with`` block.
+def running_on(option: str, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+    """Run models on a device during a ``with`` block.
 
     Args:
-        asked: The value of ``--device``. Within another block, "auto" is that block's device.
-        say: Called with a line that names the device, once a model is put there.
+        option: The value of ``--device``. Within another block, "auto" is that block's device.
+        say: Called with a line that names the device, with the first model there.
 
     Raises:
         HeadpruneError: If there is no such device.
     """
-    if asked == AUTO and _CHOICE.get() is not None:
+    if option == AUTO and _CHOICE.get() is not None:
         yield
         return
     import torch
 
-    device = _found(asked)
+    device = _found(option)
     current = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     token = _CHOICE.set(_Choice(device, say))
     try:
@@ -71,7 +70,7 @@ def running_on(asked: str, say: Callable[[str], None] = lambda line: None) -> It
 
 
 def chosen() -> torch.device:
-    """The device of the command that runs; that of "auto" outside of one."""
+    """Return the device of the running command; without one, that of "auto"."""
     choice = _CHOICE.get()
     return _found(AUTO) if choice is None else choice.device
 
@@ -83,10 +82,7 @@ def asked() -> str | None:
 
 
 def computes_bfloat16() -> bool:
-    """Return whether the device multiplies bfloat16 matrices by itself, several times as fast.
-
-    Others emulate it, and are slower with it than with float32.
-    """
+    """Return whether the device multiplies bfloat16 matrices without emulation."""
     import torch
 
     device = chosen()
@@ -97,12 +93,12 @@ def computes_bfloat16() -> bool:
 
 
 def emulates(dtype: str) -> bool:
-    """Return whether the device is known to multiply matrices of a type far slower than float32."""
+    """Return whether the device is known to emulate products of matrices of a type."""
     if chosen().type != CPU:
         return False
     known = _capabilities()
-    found = [known[name] for name in _INSTRUCTIONS.get(dtype, ()) if name in known]
-    return bool(found) and not any(found)
+    able = [known[name] for name in _INSTRUCTIONS.get(dtype, ()) if name in known]
+    return bool(able) and not any(able)
 
 
 def _capabilities() -> Mapping[str, bool]:
@@ -114,7 +110,7 @@ def _capabilities() -> Mapping[str, bool]:
 
 
 def announce() -> None:
-    """Says where models run, once a command."""
+    """Name the device, once a command."""
     choice = _CHOICE.get()
     if choice is not None and not choice.announced:
         choice.announced = True
@@ -122,7 +118,7 @@ def announce() -> None:
 
 
 def remark(line: str) -> None:
-    """Says something of the device to whoever runs the command."""
+    """Report a line about the device."""
     choice = _CHOICE.get()
     if choice is not None:
         choice.say(line)
@@ -132,22 +128,22 @@ def out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that a device has no memory left."""
     # MPS, the CUDA driver and cuBLAS have no class for it; torch's is not imported for --help
     words = ("backend out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    told = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-    return told or type(error).__name__ == "OutOfMemoryError"
+    by_message = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    return by_message or type(error).__name__ == "OutOfMemoryError"
 
 
 def itself_failed(error: BaseException) -> bool:
-    """Return whether an accelerator stopped in the middle of its work; its data is lost then."""
-    told = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
-    return isinstance(error, RuntimeError) and told and not out_of_memory(error)
+    """Return whether an accelerator failed and lost its data."""
+    by_device = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
+    return isinstance(error, RuntimeError) and by_device and not out_of_memory(error)
 
 
 def gave_out(error: BaseException) -> bool:
-    """Return whether the machine is to blame, by its memory or its device, and not the input."""
+    """Return whether the memory or the device failed, not the input."""
     return isinstance(error, MemoryError) or out_of_memory(error) or itself_failed(error)
 
 
-def _found(asked: str) -> torch.device:
+def _found(option: str) -> torch.device:
     import torch
 
     # of several processes each has the accelerator of its number
@@ -158,18 +154,18 @@ def _found(asked: str) -> torch.device:
         assert accelerator is not None
         kind = accelerator.type
         names += [f"{kind}:{n}" for n in range(torch.accelerator.device_count())]
-    if together and asked in names[1:]:
+    if together and option in names[1:]:
         raise HeadpruneError(
-            f"--device {asked} is one device, and several processes were started, which take one "
+            f"--device {option} is one device, and several processes were started, which take one "
             f"each: give --device {kind}."
         )
     # statistics are in float64, which MPS has not
     automatic = CPU if kind == "mps" else kind
-    name = automatic if asked == AUTO else asked
+    name = automatic if option == AUTO else option
     if name == kind and kind != CPU:
         name = f"{kind}:{number}"
     if name not in names:
         raise HeadpruneError(
-            f"--device {asked}: there is no such device here; there are {', '.join(names)}."
+            f"--device {option}: there is no such device here; there are {', '.join(names)}."
         )
     return torch.device(name)

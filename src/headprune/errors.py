@@ -1,7 +1,7 @@
 """Errors that a user can act on.
 
-Every message says the setting, the finding and the remedy. The command line prints the
-message and exits with ``exit_code``; a traceback is kept for bugs of headprune itself.
+Every message names the setting, the finding and the remedy. The command line prints it and exits
+with ``exit_code``. A traceback means a bug of headprune.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CheckpointError(HeadpruneError):
 
 
 class TrainingError(HeadpruneError):
-    """A training came to numbers that are not finite; nothing was written."""
+    """A training reached numbers that are not finite; nothing was written."""
 
     exit_code = 1
 
@@ -48,7 +48,4 @@ class ProofError(HeadpruneError):
 
 
 class HeadpruneWarning(UserWarning):
-    """Something of the input is left out or likely a mistake; the command continues.
-
-    The command line shows it as a ``warning:``; in Python it is one like any other.
-    """
+    """A part of the input is left out or likely a mistake; the command continues."""

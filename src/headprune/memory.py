@@ -12,29 +12,29 @@ if TYPE_CHECKING:
 
 _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = ("memory.max", "memory.current", "inactive_file")  # limit, use, what of it can be let go
+_V2 = ("memory.max", "memory.current", "inactive_file")  # limit, use, and its reclaimable part
 
 
 def available() -> int | None:
-    """Bytes that are free, within the limits of control groups; None if the system does not say."""
-    found: list[int] = []
+    """Return the free bytes, within the limits of control groups; None if unknown."""
+    free_bytes: list[int] = []
     with suppress(OSError):
         lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
         free = next(line for line in lines if line.startswith("MemAvailable:"))
-        found.append(1024 * int(free.split()[1]))
+        free_bytes.append(1024 * int(free.split()[1]))
     for group, (limited, taken, unused) in _groups():
         with suppress(OSError, ValueError):  # the limit may be "max"
             limit, used = (int((group / name).read_text()) for name in (limited, taken))
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            # pages of files that were read are let go when others need the room
-            found.append(max(0, limit - used + int(stat.get(unused, 0))))
-    return min(found, default=None)
+            # the system reclaims pages of files
+            free_bytes.append(max(0, limit - used + int(stat.get(unused, 0))))
+    return min(free_bytes, default=None)
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """The control group of this process and all above it, whose limits count as well.
+    """Yield the control group of this process and all above it.
 
-    In a container, paths may be those of the host, and the topmost folder is the container's.
+    In a container, paths may be those of the host, and the top folder is the container's.
     """
     lines: list[str] = []
     with suppress(OSError):
@@ -51,7 +51,7 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
 
 
 def on_device(device: torch.device) -> int | None:
-    """Bytes that are free on a device with memory of its own; None on others."""
+    """Return the free bytes of a device with memory of its own; None of others."""
     if device.type != "cuda":
         return None
     import torch

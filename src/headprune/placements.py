@@ -1,6 +1,6 @@
-"""The part of a model in memory at once: all of it, or one layer; chosen by ``placement``.
+"""The part of a model in memory at once: all of it, or one layer (``placement``).
 
-Of several processes each may hold a part of every layer (``--shard``).
+Each of several processes may hold a part of every layer (``--shard``).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class Placement(str, Enum):
 
 
 @dataclass(frozen=True)
-class _Asked:
-    asked: Placement
+class _Choice:
+    placement: Placement
     say: Callable[[str], None]
 
 
-_CHOICE: ContextVar[_Asked | None] = ContextVar("placement", default=None)
+_CHOICE: ContextVar[_Choice | None] = ContextVar("placement", default=None)
 
 
 @contextmanager
-def placing(asked: Placement, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
-    """Has models placed so for the time of a ``with`` block.
+def placing(placement: Placement, say: Callable[[str], None] = lambda line: None) -> Iterator[None]:
+    """Place models during a ``with`` block.
 
     Args:
-        asked: The value of ``placement``. Within another block, "auto" is that block's.
-        say: Called with a line, where a model is run layer by layer.
+        placement: The value of ``placement``. Within another block, "auto" is that block's.
+        say: Called with a line where a model runs layer by layer.
     """
     before = _CHOICE.get()
-    if asked is Placement.AUTO and before is not None:
-        asked = before.asked
-    token = _CHOICE.set(_Asked(asked, say))
+    if placement is Placement.AUTO and before is not None:
+        placement = before.placement
+    token = _CHOICE.set(_Choice(placement, say))
     try:
         yield
     finally:
@@ -53,18 +53,18 @@ def placing(asked: Placement, say: Callable[[str], None] = lambda line: None) ->
 
 
 def asked_placement() -> Placement:
-    """The one of the command that runs; outside of one, models are whole."""
+    """Return the placement of the running command; without one, models are whole."""
     choice = _CHOICE.get()
-    return Placement.WHOLE if choice is None else choice.asked
+    return Placement.WHOLE if choice is None else choice.placement
 
 
 _SHARDS: ContextVar[bool] = ContextVar("shards", default=False)
 
 
 @contextmanager
-def sharding(asked: bool) -> Iterator[None]:
-    """Has models split over the processes for the time of a ``with`` block, if asked for."""
-    token = _SHARDS.set(asked)
+def sharding(shard: bool) -> Iterator[None]:
+    """Split models over the processes during a ``with`` block, if ``shard``."""
+    token = _SHARDS.set(shard)
     try:
         yield
     finally:
@@ -77,16 +77,16 @@ def in_shards() -> bool:
 
 
 def room() -> dict[str, int]:
-    """Bytes that are free on the host, "cpu", and on the device of the command, if they say so."""
+    """Return the free bytes of the host, "cpu", and of the device, where known."""
     device = devices.chosen()
-    found = {devices.CPU: available(), str(device): on_device(device)}
-    if device.type == devices.CPU:
-        found = {devices.CPU: available()}
-    return {place: free for place, free in found.items() if free is not None}
+    places = {devices.CPU: available()}
+    if device.type != devices.CPU:
+        places[str(device)] = on_device(device)
+    return {place: free for place, free in places.items() if free is not None}
 
 
 def too_large(weights: int) -> str | None:
-    """Name the place where a model does not fit as a whole by "auto"; None where it fits.
+    """Return the place where a whole model does not fit; None where it fits.
 
     Args:
         weights: Bytes of its weights, in the element type that it computes in.
@@ -95,16 +95,16 @@ def too_large(weights: int) -> str | None:
 
 
 def by_layers(weights: int) -> bool:
-    """Return whether a model is to be run layer by layer; says so.
+    """Return whether a model runs layer by layer, and report it.
 
     Args:
         weights: Bytes of its weights, in the element type that it computes in.
     """
     choice = _CHOICE.get()
-    if choice is None or choice.asked is Placement.WHOLE:
+    if choice is None or choice.placement is Placement.WHOLE:
         return False
     why = ""
-    if choice.asked is Placement.AUTO:
+    if choice.placement is Placement.AUTO:
         place = too_large(weights)
         if place is None:
             return False

@@ -1,8 +1,8 @@
 """Several processes, one per device, as ``accelerate launch`` and ``torchrun`` start them.
 
-Every process holds the whole model, or a shard of it (``model.sharding``), and takes its share of a
-batch. ``Trainer`` averages their gradients, so that all have the same weights after every step. The
-main process alone writes and prints, and broadcasts its results.
+Every process holds the whole model, or a shard of it (``model.sharding``), and takes its part of a
+batch. ``Trainer`` averages their gradients. The main process alone writes and prints, and
+broadcasts its results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SPLITTING = {
     "MEGATRON_LM": "Megatron-LM",
     "PARALLELISM_CONFIG": "a parallelism of accelerate, such as tensor parallelism",
 }
-PATIENCE_S = 6 * 3600  # the others wait while the main process proves and writes a large model
+PATIENCE_S = 6 * 3600  # others wait while the main process proves and writes a model
 
 
 def count() -> int:
@@ -62,14 +62,14 @@ def share_of(batch_size: int) -> int:
     """Return the sequences of a batch for each process.
 
     Raises:
-        HeadpruneError: If they cannot be shared evenly, or the model itself would be split.
+        HeadpruneError: If they cannot be shared evenly, or the launcher would split the model.
     """
     for name, settings in _SPLITTING.items():
         if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
             raise HeadpruneError(
                 f"The launcher asks for {settings}, which splits a model in its own way. Use "
-                "'torchrun --nproc-per-node N -m headprune ...', which trains with a whole model "
-                "in each process, or with --shard with a part in each."
+                "'torchrun --nproc-per-node N -m headprune ...': each process has the whole model, "
+                "or a part with --shard."
             )
     share, rest = divmod(batch_size, count())
     if rest or not share:

@@ -1,4 +1,4 @@
-"""A pytest fixture that holds a model to its baseline; on wherever headprune is installed.
+"""A pytest fixture that holds a model to its baseline; active where headprune is installed.
 
 def test_the_release_candidate(assert_no_regression):
     assert_no_regression("out/smaller", "baseline.json", "perplexity <= +2 %")
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def assert_no_regression() -> Callable[..., CheckReport]:
-    """A function: ``assert_no_regression(model, baseline, *limits, **settings)``.
+    """Return a function: ``assert_no_regression(model, baseline, *limits, **settings)``.
 
-    Limits default to the baseline's, data and settings too.
-    ``settings`` are fields of ``headprune.config.CheckConfig``. Fails with one line per limit
-    that is broken or cannot be decided; returns the report.
+    Limits, data and settings default to the baseline's. ``settings`` are fields of
+    ``headprune.config.CheckConfig``. It fails with one line per limit that is broken or undecided,
+    and returns the report.
     """
     return _assert_no_regression
 
@@ -35,23 +35,26 @@ def _assert_no_regression(
     from headprune.regression.check import check
     from headprune.regression.verdicts import Verdict
 
-    made = read_baseline(Path(baseline))
-    domains = made.domains or {}
+    stored = read_baseline(Path(baseline))
+    domains = stored.domains or {}
     further = [
-        {"name": name, **{key: value for key, value in said.items() if key != "sha256"}}
-        for name, said in domains.items()
+        {"name": name, **{key: value for key, value in domain.items() if key != "sha256"}}
+        for name, domain in domains.items()
     ]
-    first = {"name": "-".join(["main", *domains]), "source": made.data["source"]}  # no other's name
-    data = {**made.data, "data": [first, *further]}
-    known = {**made.settings, **data, "limits": made.limits}
+    unique = "-".join(["main", *domains])
+    first = {"name": unique, "source": stored.data["source"]}
+    data = {**stored.data, "data": [first, *further]}
+    known = {**stored.settings, **data, "limits": stored.limits}
     defaults = {name: known[name] for name in CheckConfig.model_fields if name in known}
-    for other in ("confidence", "resamples"):  # the evaluation's own, which decide nothing here
-        defaults.pop(other, None)
-    asked = {"model": str(model), "baseline": str(baseline), **settings}
+    for name in ("confidence", "resamples"):  # of the evaluation alone
+        defaults.pop(name, None)
+    options = {"model": str(model), "baseline": str(baseline), **settings}
     if limits:
-        asked["limits"] = limits
-    report = check(build(CheckConfig, **{**defaults, **asked}))
+        options["limits"] = limits
+    report = check(build(CheckConfig, **{**defaults, **options}))
     if not report.passed:
-        failed = [one.sentence() for one in report.limits if one.verdict is not Verdict.PASSED]
+        failed = [
+            limit.sentence() for limit in report.limits if limit.verdict is not Verdict.PASSED
+        ]
         pytest.fail("\n".join(failed), pytrace=False)
     return report

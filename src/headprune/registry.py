@@ -1,4 +1,4 @@
-"""The one registry: families today, criteria and merges the same way."""
+"""The registry of families, criteria and merges."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ T = TypeVar("T")
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """Returns ``" Did you mean 'x'?"`` for the nearest known name, or an empty string."""
+    """Return ``" Did you mean 'x'?"`` for the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, known, n=1)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
 class Registry(Mapping[str, T], Generic[T]):
-    """A read-mostly name-to-entry table with helpful errors.
+    """A table of entries by name, with helpful errors.
 
     Args:
         kind: Kind of entry, for messages: "family", "criterion".
         error: The error to raise for an unknown name.
         listed_by: The command that lists the entries, where there are too many for a message.
-        package: The package that adds the entries when it is imported, which waits until the first
-            of them is asked for.
+        package: The package that adds the entries; imported on first use.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._frozen = False
 
     def add(self, name: str, entry: T) -> T:
-        """Adds an entry.
+        """Add an entry.
 
         Raises:
             ValueError: If the name is taken, or the registry is frozen.
@@ -57,7 +56,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return entry
 
     def freeze(self) -> None:
-        """Refuses further entries, so that a table cannot change under a running command."""
+        """Refuse further entries."""
         self._frozen = True
 
     def __getitem__(self, name: str) -> T:

@@ -1,4 +1,4 @@
-"""The folder of an unfinished training, OUT-checkpoints, and whether it may be resumed."""
+"""The folder of an unfinished training, OUT-checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Run:
     """An unfinished training.
 
     Attributes:
-        folder: Its folder; a config.yaml in it says that there is a run.
+        folder: Its folder; it holds a run if it has a config.yaml.
         settings: Its settings.
     """
 
@@ -60,11 +60,11 @@ class Run:
         return self.folder / CHECKPOINTS
 
     def check(self, rerun: Resuming) -> None:
-        """Refuse what cannot be begun or resumed; nothing is changed.
+        """Refuse a run that cannot be begun or resumed.
 
         Raises:
-            CheckpointError: If an earlier run is in the way, if there is none to resume or one
-                with other settings, or if the folder is not of a training.
+            CheckpointError: If an earlier run is in the way, if none can be resumed, or if the
+                folder is not of a training.
         """
         earlier = _settings_in(self.folder)
         if earlier is None:
@@ -99,7 +99,7 @@ class Run:
         write_whole(self.folder / CONFIG, yaml.safe_dump(self.settings, sort_keys=False))
 
     def newest(self) -> Path | None:
-        """Return the newest whole checkpoint; a kill may have left a part of one, which goes."""
+        """Remove partial checkpoints of a killed run, and return the newest whole one."""
         for path in self.checkpoints.glob("checkpoint-*"):
             if not _is_whole(path):
                 shutil.rmtree(path, ignore_errors=True)
@@ -131,7 +131,7 @@ class Run:
 
 @contextmanager
 def claimed_run(output: Path, run: Run, inputs: Sequence[Any], rerun: Resuming) -> Iterator[None]:
-    """Reserve an output and the folder of its run; in the main process, for all.
+    """Reserve an output and the folder of its run, in the main process.
 
     A run that fails before its first checkpoint leaves no folder, unless resuming may help.
 
@@ -142,7 +142,7 @@ def claimed_run(output: Path, run: Run, inputs: Sequence[Any], rerun: Resuming) 
         rerun: Replace an output, or resume a run.
 
     Raises:
-        CheckpointError: If the output may not be written, or the run not be begun or resumed.
+        CheckpointError: If the output may not be written, or the run cannot be begun or resumed.
     """
     places: list[Input] = [place_of(place) for place in inputs]
     with ExitStack() as stack:

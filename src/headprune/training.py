@@ -4,9 +4,8 @@ OUT-checkpoints/   beside the output until that is complete
   config.yaml      settings of the run; without it there is no run
   checkpoints/     checkpoint-N of Trainer; trainer_state.json, with the history, comes last
 
-Two things Trainer does not hold, and they are ours. It saves whole models: here a checkpoint has
-the trained tensors alone, so that those of the gates of a 7B model take kilobytes. And it refuses
-to save the optimiser of a model in shards: here every process saves its part.
+Trainer saves whole models; here a checkpoint has the trained tensors alone. Trainer cannot save the
+optimiser of a model in shards; here every process saves its part.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
 
     Attributes:
         last_loss: Loss of the last step.
-        before: Held-out loss before training; a checkpoint has to be better to be the best.
+        before: Held-out loss before training; the best checkpoint is below it.
     """
 
     def __init__(self, model: LossModule, remedies: tuple[str, str], **kwargs: Any) -> None:
@@ -245,7 +244,7 @@ def _as_part_of(weight: Tensor, moment: Tensor) -> Tensor:
 
 @contextmanager
 def _readable(checkpoint: Path) -> Iterator[None]:
-    """Turn what goes wrong while a checkpoint is read into a sentence."""
+    """Raise a CheckpointError for errors of reading a checkpoint."""
     try:
         yield
     except _DAMAGE as error:
@@ -294,7 +293,7 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             torch.manual_seed(args.seed + processes.rank())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the step.
+        """Record and report the step, and stop on request.
 
         Raises:
             TrainingError: If a number is not finite.
@@ -322,7 +321,7 @@ def train(
         run: Holds the checkpoints.
         callback: Keeps the history.
         resume: Start from the newest checkpoint, if there is one.
-        again: How a user resumes.
+        again: Advice on resuming.
 
     Raises:
         CheckpointError: If a checkpoint can be neither written nor read.
@@ -348,7 +347,7 @@ def train(
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[threading.Event]:
-    """Set an event on the first Ctrl-C; a second one ends the training at once."""
+    """Yield an event that the first Ctrl-C sets; a second one ends the training at once."""
     stopped = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stopped

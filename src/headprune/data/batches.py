@@ -1,4 +1,4 @@
-"""From text to batches, as a model's task and the objective need them."""
+"""From text to batches, by task and objective."""
 
 from __future__ import annotations
 
@@ -40,13 +40,12 @@ _MASKED = 0.15  # share of the tokens, as BERT was trained
 
 
 class Batches(NamedTuple):
-    """Text as a model learns from it.
+    """Tokenized text and its batches.
 
     Attributes:
         rows: Its rows.
-        collate: Makes a batch of some of them.
-        of_step: Rows per step of healing: ``batch_size`` sequences of ``seq_len`` tokens, or more
-            shorter ones with no more tokens, padded.
+        collate: Make a batch of rows.
+        of_step: Rows per step of healing: ``batch_size``, or more short ones with no more tokens.
     """
 
     rows: Dataset
@@ -62,9 +61,9 @@ def batches(
     config: TrainGatesConfig | HealConfig | CalibrationConfig,
     running: bool = False,
 ) -> Batches:
-    """Read text as a model's task and an objective need it.
+    """Return the batches of a model's task and an objective.
 
-    ``running`` takes plain text as it runs, also for a model that reads single sentences.
+    ``running`` keeps plain text whole, also for a model of single sentences.
 
     Raises:
         DataError: If the text is too short.
@@ -85,7 +84,7 @@ def batches(
         rows = packed_sequences(examples, tokenizer, seq_len, need, closed, vocabulary)
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)
-        given = len(around(tokenizer).before)
+        prefix = len(around(tokenizer).before)
 
         def collate(features: list[dict[str, Any]]) -> Batch:
             columns = {k: torch.tensor([f[k] for f in features]) for k in features[0]}
@@ -93,7 +92,7 @@ def batches(
             if not closed:
                 batch["use_cache"] = False
                 batch["labels"] = batch["labels"].clone()
-                batch["labels"][:, :given] = -100
+                batch["labels"][:, :prefix] = -100
             if objective is Objective.MLM:
                 ids = batch["input_ids"]
                 batch["input_ids"], batch["labels"] = masked(ids, tokenizer, config.seed)
@@ -130,7 +129,7 @@ def batches(
 
 
 def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
-    """Return what makes a batch of pairs: source, labels and decoder inputs."""
+    """Return a function that makes a batch of pairs: source, labels and decoder inputs."""
     padded = DataCollatorForSeq2Seq(tokenizer)
 
     def collate(features: list[dict[str, Any]]) -> Batch:
@@ -152,10 +151,7 @@ def _padding(tokenizer: Any, net: PreTrainedModel) -> Any:
 def _of_step(
     rows: Dataset, config: HealConfig, seq_len: int, single: bool
 ) -> tuple[int, int | None]:
-    """Return the rows of a step, and the length to cut longer ones at, if that makes them more.
-
-    Few rows still make several steps.
-    """
+    """Return the rows of a step, and the length to cut them to; None for uncut rows."""
     most = max(1, len(rows) // (_STEPS * config.batch_size))
 
     def filling(longest: int) -> int:
@@ -206,10 +202,9 @@ def merge_calibration(
     data: DataConfig,
     config: ConvertConfig,
 ) -> Text:
-    """Read plain text in sequences of one length, whatever the task.
+    """Read plain text in sequences of one length, for any task.
 
-    For a model that reads single sentences their length is the mean of these: merged on longer
-    ones, it is worse on its own.
+    For a model of single sentences, that is their mean length.
 
     Raises:
         HeadpruneError: If the model reads no text, or there is too little.
@@ -253,7 +248,7 @@ def _mean_length(examples: Examples, tokenizer: Any, most: int) -> int:
 def masked(input_ids: Tensor, tokenizer: Any, seed: int) -> tuple[Tensor, Tensor]:
     """Mask 15 % of the tokens for masked-language modelling.
 
-    ``seed`` and the ids themselves decide which, so that a sequence is masked alike in any batch.
+    The seed and the ids decide, so that a sequence is masked alike in any batch.
 
     Returns:
         The masked ids, shape (batch, length), and labels: the original id where masked, else -100.
@@ -278,12 +273,11 @@ def masked(input_ids: Tensor, tokenizer: Any, seed: int) -> tuple[Tensor, Tensor
 
 
 def label_reader(net: PreTrainedModel, column: Iterable[str] = ()) -> Callable[[str], Label]:
-    """Return what reads a label as the loss of a head for sequences takes it.
+    """Return a function that reads a label as the loss takes it.
 
-    That is the number of a class; a number, for a regression; or, where labels do not exclude each
-    other, 0 or 1 for each. These are written as a list, or with commas between them: the names or
-    numbers of the true ones, or a 0 or 1 each. Of two labels "0,1" may be either; rows of
-    ``column`` with one meaning decide.
+    A label is the number of a class, a number of a regression, or 0 or 1 for each of several.
+    Several are written as a list or with commas: the true ones, or a 0 or 1 each. Of two labels
+    "0,1" may be either; rows of ``column`` with one meaning decide.
 
     Raises:
         DataError: If the model gives several numbers, and a column holds one.
@@ -329,13 +323,13 @@ def _is_flags(label: str, label_ids: dict[str, int]) -> bool | None:
 
 def _yes_or_no(label: str, label_ids: dict[str, int], flags: bool | None) -> list[float]:
     parts = [part.removesuffix(".0") for part in _parts(label, label_ids)]
-    this = _is_flags(label, label_ids)
-    if this is None and flags is None:
+    is_flags = _is_flags(label, label_ids)
+    if is_flags is None and flags is None:
         raise DataError(
             f"The label '{label}' may be one 0 or 1 per label, or the numbers of the true ones. "
             f"Write the names ({', '.join(label_ids)}), or 0.0 and 1.0."
         )
-    if flags if this is None else this:
+    if flags if is_flags is None else is_flags:
         return [float(part) for part in parts]
     holding = {_label_id(part, label_ids) for part in parts if part}
     return [float(number in holding) for number in range(len(label_ids))]

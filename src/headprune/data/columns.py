@@ -1,4 +1,4 @@
-"""The columns of a table: which hold texts, which rows have one, and labels as strings."""
+"""The columns of a table: texts, and labels as strings."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
 
     Args:
         table: The rows.
-        data: Names the columns, or not.
-        named: The table surely names its columns; the first row of a CSV file may be a text.
+        data: Settings, perhaps with the columns.
+        named: True if the table surely names its columns; a CSV file may have no header.
 
     Raises:
-        DataError: If it is unclear which, or one holds no text.
+        DataError: If the columns are unclear, or one holds no text.
     """
     strings = [
         name
@@ -117,15 +117,15 @@ def without_nulls(table: Dataset, columns: list[str], data: DataConfig) -> Datas
 
 def _nulls(table: Dataset, columns: list[str]) -> NDArray[np.bool_]:
     batches = table.select_columns(columns).with_format("arrow").iter(_AT_ONCE)
-    found = [
+    masks = [
         np.any([pc.is_null(batch[name]).to_numpy() for name in columns], axis=0)
         for batch in batches
     ]
-    return np.concatenate([np.zeros(0, np.bool_), *found])
+    return np.concatenate([np.zeros(0, np.bool_), *masks])
 
 
 def label_texts(table: Dataset, column: str) -> Callable[[dict[str, list[Any]]], list[str]]:
-    """Return what makes strings of the labels of some rows, by name where classes have names."""
+    """Return a function from rows to their labels as strings, by name where classes have one."""
     feature = table.features[column]
     several = getattr(getattr(feature, "feature", None), "names", None)  # classes of a row
 

@@ -164,7 +164,7 @@ class _Rows(Sequence[Any]):
 
 
 def read_examples(data: DataConfig) -> Examples:
-    """Read the examples that a data config names; files are looked through once, to find damage.
+    """Read the examples that a data config names; one pass over files finds damage.
 
     Raises:
         DataError: If nothing is there, a column is missing, or there is no text in it.
@@ -313,8 +313,7 @@ def _table(files: list[Path], builder: str | None, data: DataConfig) -> Dataset:
 def _of_files(files: list[Path], builder: str) -> Dataset:
     """Return the rows of files, in a temporary file that has lost its name.
 
-    Not in the cache of datasets: it goes by the name and time of a file, which may both stay when
-    the text changes, and it needs a home to write to.
+    The cache of datasets is not used: it misses changes that keep a file's name and time.
     """
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         plain = [_unpacked(file, Path(folder) / f"{i}-{file.stem}") for i, file in enumerate(files)]
@@ -347,7 +346,7 @@ def _unpacked(file: Path, target: Path) -> Path:
 
 
 def _refuse_nulls(file: Path) -> None:
-    """Refuse JSON with a row that is null, as jq writes it: pyarrow can die of one."""
+    """Refuse JSON with a null row, as jq writes it: pyarrow may crash."""
     with file.open("rb") as stream:
         lines = iter(lambda: stream.readline(_PIECE), b"")
         rows = filter(None, (line.removeprefix(codecs.BOM_UTF8).strip() for line in lines))

@@ -17,7 +17,7 @@ _MOST = 1 << 25  # characters of all sentences: no more of a text is read
 
 
 def sentences(pieces: Iterable[str]) -> Iterator[str]:
-    """The sentences of a text that comes in pieces, each as one line, and no short ones."""
+    """Yield the sentences of a text in pieces, each as one line, without short ones."""
     held = ""
     for piece in pieces:
         *whole, held = _END.split(held + piece)
@@ -28,28 +28,28 @@ def sentences(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def by_sentence(examples: Examples) -> Examples:
-    """Plain text as an example per sentence; tables, and text without sentences, as they are.
+    """Return plain text as an example per sentence; tables and other text stay as they are.
 
-    Of a text of more than 32 MiB the first are read.
+    At most 32 MiB are read.
     """
     if examples.rows_are_documents:
         return examples
     files = map(sentences, examples.documents())
-    found = [(sentence,) for sentence in _first(chain.from_iterable(files))]
-    if not found or sum(len(sentence) for (sentence,) in found) > _MEAN * len(found):
+    rows = [(sentence,) for sentence in _first(chain.from_iterable(files))]
+    if not rows or sum(len(sentence) for (sentence,) in rows) > _MEAN * len(rows):
         return examples
-    return Examples(found, None, rows_are_documents=True)
+    return Examples(rows, None, rows_are_documents=True)
 
 
-def _first(found: Iterable[str]) -> Iterator[str]:
+def _first(lines: Iterable[str]) -> Iterator[str]:
     size = 0
-    for sentence in found:
+    for sentence in lines:
         yield sentence
         size += len(sentence)
         if size > _MOST:
             return
 
 
-def _long_enough(found: Iterable[str]) -> Iterator[str]:
-    lines = (" ".join(sentence.split()) for sentence in found)
+def _long_enough(parts: Iterable[str]) -> Iterator[str]:
+    lines = (" ".join(sentence.split()) for sentence in parts)
     return (line for line in lines if len(line) >= _SHORTEST)

@@ -34,7 +34,7 @@ def packed_sequences(
     closed: bool = False,
     vocabulary: int | None = None,
 ) -> Dataset:
-    """``windows`` without the documents that they begin in."""
+    """Return the rows of ``windows``, without document numbers."""
     return windows(examples, tokenizer, seq_len, need, closed, vocabulary)[0]
 
 
@@ -49,19 +49,18 @@ def windows(
 ) -> tuple[Dataset, NDArray[np.int64]]:
     """Pack all documents into sequences of exactly ``seq_len`` tokens; drop the rest.
 
-    Every sequence begins as the tokenizer begins a text, with BOS for example. A document ends as
-    the tokenizer ends it, or else, as a row of a table, with the end-of-sequence token.
+    Every sequence begins as the tokenizer begins a text, such as with BOS. A document ends as the
+    tokenizer ends it; a row of a table may end with the end-of-sequence token instead.
 
     Args:
         examples: The documents.
         tokenizer: The model's tokenizer.
         seq_len: Tokens per sequence.
         need: Least number of sequences.
-        closed: End each sequence as the tokenizer ends a text ([CLS] ... [SEP]), as encoders
-            expect; a text that a language model continues is open.
+        closed: End each sequence as the tokenizer ends a text, for encoders.
         vocabulary: Tokens that the model has embeddings for; None without a model.
-        most: Sequences to take, evenly over the text, or over the first two million tokens of a
-            longer one; None for all.
+        most: Sequences to take, evenly over the text (at least its first two million tokens);
+            None for all.
 
     Returns:
         Rows of ``input_ids`` and ``attention_mask``, both of length ``seq_len``, and the number of
@@ -237,10 +236,9 @@ def _refuse_empty(rows: list[list[int]], before: int) -> None:
 def stored(parts: Iterable[Mapping[str, Any]]) -> Dataset:
     """Write rows to a temporary file, and read them from there.
 
-    The file is mapped into memory and has lost its name on return, so that nothing is left of it
-    however the process ends. ``Dataset.from_generator`` holds neither that nor our errors, which
-    it wraps in its own. ``parts`` are columns of some rows each: numbers, lists of numbers, or an
-    array of shape (rows, length).
+    The file has no name on return, so that no crash leaves it behind. ``Dataset.from_generator``
+    leaves one, and wraps our errors. ``parts`` are columns of rows: numbers, lists of numbers, or
+    an array of shape (rows, length).
 
     Raises:
         DataError: If the disk is full.

@@ -51,8 +51,7 @@ def around(tokenizer: Any) -> Around:
 def token_ids(text: Iterable[str], tokenizer: Any, most: int = WHOLE) -> Iterator[Ids]:
     """Yield the tokens of a text, without special tokens around it.
 
-    The text comes in strings of any length and is read only as far as needed; ``most`` characters
-    are tokenized together, see ``slices``.
+    The text is read only as far as needed; ``most`` characters are tokenized together.
     """
     for part in slices(text, most):
         yield np.asarray(_encoded(part, tokenizer), dtype=np.int32)
@@ -117,18 +116,18 @@ class Seen:
         self.add(list(chain.from_iterable(rows)))
 
     def refuse(self, texts: Iterable[str], also: Iterable[int] = ()) -> None:
-        """Refuse text that does not reach the model, or an id, ``also`` those of special tokens.
+        """Refuse text whose tokens the model does not know; ``also`` adds ids of special tokens.
 
         Raises:
-            DataError: If most tokens are unknown, all are special or none are there, or an id has
-                no embedding.
+            DataError: If most tokens are unknown, all are special, there are none, or an id has no
+                embedding.
         """
         tokenizer, counts = self.tokenizer, self.counts
         special = set(tokenizer.all_special_ids)
         known = sum(count for token, count in counts.items() if token not in special)
         unknown = tokenizer.unk_token_id
         if unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-            unknown = None  # vocabularies of bytes know everything, and name one token for all
+            unknown = None  # a vocabulary of bytes knows every text
         share = counts[unknown] / max(known + counts[unknown], 1)
         if share > 0.5:
             raise DataError(f"{share:.0%} of the text's tokens are unknown. {_FITTING}")

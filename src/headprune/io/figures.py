@@ -24,7 +24,7 @@ DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1)), (0, (1, 1)))
 SUFFIXES = (".svg", ".png")
 DPI = 160
 MOST_LETTERS = 80  # of a name
-# the names that a page has for these colours, so that a dark page redraws them
+# names of these colours in a page, which a dark page redefines
 _IN_PAGE = {
     **{INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--grid)", PAPER: "var(--card)"},
     **{colour: f"var(--series-{i})" for i, colour in enumerate(SERIES)},

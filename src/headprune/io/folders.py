@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-# Files of tokenizers and processors, their code and that of generation, which is not run, adapters
-# of languages, and licences. Weights and config are written anew; other files are the user's.
+# Files of tokenizers, processors and generation, with code that is not run; adapters of languages;
+# licences. Weights and config are written anew; other files are the user's.
 COMPANIONS = (
     *("tokenizer*", "*vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
     *("*.model", "*.tiktoken", "*.jinja", "*processor*.json", "preprocessor_config.json"),

@@ -26,7 +26,7 @@ def printable(text: str) -> str:
 def inert(text: str) -> str:
     """Return printable lines without commands to a CI runner."""
     lines = "\n".join(printable(line) for line in text.split("\n"))
-    return _COMMAND.sub(lambda found: f"{found[0]}\\", lines)
+    return _COMMAND.sub(lambda match: f"{match[0]}\\", lines)
 
 
 def json_safe(text: str) -> str:

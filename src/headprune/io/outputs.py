@@ -44,9 +44,8 @@ def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterat
         inputs: Input of the command: folders, files, or hub ids, which are skipped.
 
     Raises:
-        CheckpointError: If it is a file or the current folder; if it is, holds or lies in an input;
-            if it exists and must not be replaced; if another process is writing it, or nothing can
-            be written there.
+        CheckpointError: If it is a file, the current folder, or overlaps an input; if it exists and
+            must not be replaced; if another process is writing it; if writing is impossible.
     """
     place = real(path)
     refuse_strange_name(path)
@@ -92,11 +91,10 @@ def claimed_file(
     _refuse_unwritable(path, place)
     if os.path.lexists(place) and not place.is_file():
         raise CheckpointError(f"The output '{path}' is no file; give the name of one.")
-    for given, source in _places(inputs):
+    for name, source in _places(inputs):
         if source == place or part_of(source, place):
             raise CheckpointError(
-                f"The output '{path}' is, or belongs to, the input '{given}'. Choose another "
-                "output."
+                f"The output '{path}' is, or belongs to, the input '{name}'. Choose another output."
             )
     with reserved(place):
         if place.exists() and not overwrite:
@@ -113,7 +111,7 @@ def claimed_file(
 
 
 def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F]:
-    """Have a function claim its ``output`` by its ``overwrite`` or ``writing.overwrite``.
+    """Make a function claim its ``output``, by its ``overwrite`` or ``writing.overwrite``.
 
     Args:
         *inputs: Names of parameters that are inputs; "a.b" is the attribute b of a.
@@ -127,10 +125,10 @@ def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F
         def claimer(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            given = bound.arguments
-            output, overwrite = given["output"], given.get("overwrite", False)
-            overwrite |= getattr(given.get("writing"), "overwrite", False)
-            places = [place_of(_reached(given, name)) for name in inputs]
+            values = bound.arguments
+            output, overwrite = values["output"], values.get("overwrite", False)
+            overwrite |= getattr(values.get("writing"), "overwrite", False)
+            places = [place_of(_reached(values, name)) for name in inputs]
             claim: AbstractContextManager[None] = nullcontext()
             if kind is None:
                 claim = claimed(output, overwrite, places)
@@ -144,9 +142,9 @@ def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F
     return claiming
 
 
-def _reached(given: Mapping[str, Any], name: str) -> Any:
+def _reached(values: Mapping[str, Any], name: str) -> Any:
     parameter, *attributes = name.split(".")
-    return reduce(lambda value, one: getattr(value, one, None), attributes, given[parameter])
+    return reduce(lambda value, name: getattr(value, name, None), attributes, values[parameter])
 
 
 def place_of(value: Any) -> Input:
@@ -191,7 +189,7 @@ def refuse_foreign(path: Path) -> None:
 
 
 def _refuse_input(path: Path, place: Path, inputs: Sequence[Input]) -> None:
-    for given, source in _places(inputs):
+    for name, source in _places(inputs):
         if source == place:
             how = "is the input"
         elif source.is_relative_to(place):
@@ -200,14 +198,14 @@ def _refuse_input(path: Path, place: Path, inputs: Sequence[Input]) -> None:
             how = "lies in the input"
         else:
             continue
-        raise CheckpointError(f"The output '{path}' {how} '{given}'. Choose another output.")
+        raise CheckpointError(f"The output '{path}' {how} '{name}'. Choose another output.")
 
 
 def _places(inputs: Sequence[Input]) -> Iterator[tuple[Input, Path]]:
-    """Return the inputs on this machine, and their paths."""
-    for given in inputs:
-        if given is not None and is_there(given):
-            yield given, real(Path(given))
+    """Yield the inputs on this machine, and their paths."""
+    for name in inputs:
+        if name is not None and is_there(name):
+            yield name, real(Path(name))
 
 
 def _refuse_unwritable(path: Path, place: Path) -> None:

@@ -1,7 +1,6 @@
 """Read JSON and YAML: finite numbers, characters only, and errors in one sentence.
 
-Every file is read once, where it is needed, into an object with types. ``json`` reads, as
-``pydantic_core.from_json`` sees neither names given twice nor numbers such as 1e999.
+``pydantic_core.from_json`` would accept repeated names and numbers such as 1e999.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from headprune.errors import CheckpointError, HeadpruneError
 M = TypeVar("M", bound=BaseModel)
 Error = type[HeadpruneError]
 
-# escapes that may stand for no character of a text: NUL, or half of a pair of UTF-16
+# escapes of NUL, and of half a pair of UTF-16
 _ODD_ESCAPE = re.compile(r"\\(?:0|x00|[uU](?:0000)?(?:0000|[dD][89a-fA-F]))")
 
 _short = reprlib.Repr()

@@ -27,7 +27,7 @@ from headprune.io.streaming import bytes_of, equal_bytes, header
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 from headprune.tensors.index_maps import IndexMap
 
-# bytes; they stay in the processor's cache, and are written faster than the system copies files
+# bytes; they stay in the processor's cache
 BLOCK = 1 << 20
 SHARD = "50GB"  # the largest file, as transformers has it
 
@@ -128,7 +128,7 @@ class Piece:
         return exact and (self.kept is None or (self.kept.dim == 0 and self.kept.scale is None))
 
     def blocks(self) -> Iterator[Tensor]:
-        """Return its rows in blocks; each is overwritten by the next.
+        """Yield its rows in blocks; each is overwritten by the next.
 
         Raises:
             CheckpointError: If they cannot be read, or overflow in the written type.
@@ -165,7 +165,7 @@ class Piece:
 
 
 def _read(source: StoredTensor | Tensor, runs: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
-    """Return rows of a tensor, at most a block at once."""
+    """Yield rows of a tensor, at most a block at once."""
     count = max(source.shape[0] if source.shape else 1, 1)
     width = (source.nbytes if isinstance(source, Tensor) else source.bytes) // count
     most = max(1, BLOCK // max(width, 1))

@@ -197,7 +197,7 @@ def abandoned(work: Path) -> bool:
 
 
 def put(new: Path, place: Path) -> None:
-    """Move a complete folder to its reserved place; an earlier one there goes at no moment.
+    """Move a complete folder to its reserved place, in exchange for an earlier one.
 
     Where the system cannot exchange two folders, a kill between two moves leaves the earlier one
     in the work folder; the next reservation puts it back.

@@ -1,1 +1,1 @@
-"""Planning: every producer of a plan, from scores and budgets to the heads that stay."""
+"""Planning: from scores and budgets to the heads that stay."""

@@ -1,12 +1,12 @@
 """The best units under several budgets at once: an integer programme, solved exactly.
 
     maximise    sum of the scores of the units that stay
-    so that     heads are exactly as many as asked for
-                parameters, KV bytes and time, each a sum over what stays, keep to their limits
+    so that     the number of heads is the requested one
+                parameters, KV bytes and time, as sums over the kept heads, keep to their limits
 
-A KV head stays as long as one of its queries does. The fixed cost of a module goes with its
-last head. So single heads, KV groups and whole layers compete under one budget. HiGHS solves
-it (Huangfu and Hall 2018), by way of scipy.optimize.milp.
+A KV head stays with any of its queries. The fixed cost of a module goes with its last head. So
+heads, KV groups and layers compete under one budget. HiGHS solves it (Huangfu and Hall 2018),
+through scipy.optimize.milp.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit, members
 
 _Row = tuple[dict[int, float], float, float]
-"""Coefficients, and the least and the most that their sum may come to."""
+"""Coefficients, and the bounds of their sum."""
 Floats = NDArray[np.float64]
-_GAIN = 1e6  # the solver takes gains that differ by less than 1e-6 for the same
+_GAIN = 1e6  # the solver cannot tell gains apart that differ by less than 1e-6
 
 
 @dataclass(frozen=True)
 class BudgetLimit:
-    """A budget that must be kept to.
+    """A budget.
 
     Attributes:
         prices: Summed prices.
         most: Their sum, at most.
-        said: How the user asked for it, for messages.
+        option: The option and its value, for messages.
     """
 
     prices: Prices
     most: float
-    said: str
+    option: str
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class PerModule:
     """The modules' own constraints.
 
     Attributes:
-        heads: Query heads of each, exactly; None for as many as come of it.
-        least: Query heads that each keeps at least; none for no such demand.
+        heads: Query heads of each module, exactly; None for any number.
+        least: Least query heads of each module; empty for no bound.
     """
 
     heads: Sequence[int] | None = None
@@ -74,20 +74,19 @@ def allocate(
     per_module: PerModule = PerModule(),
     limits: Sequence[BudgetLimit] = (),
 ) -> list[int]:
-    """Positions of the units to keep.
+    """Return the positions of the units to keep.
 
     Args:
         attentions: The attention modules, in order.
         unit: Unit of removal.
-        scores: One score per unit, in order. Without a number of heads they only rank: the least
-            of them counts as a little more than nothing, so that budgets are used up. A unit
-            whose score is infinite stays, or there is no plan.
-        heads: Query heads to keep, exactly; None for as many as the limits allow.
-        per_module: What every module keeps.
+        scores: One score per unit, in order. Without a number of heads, the least score counts
+            slightly above zero, so that budgets are used up. A unit with an infinite score stays.
+        heads: Query heads to keep, exactly; None for the most that the limits allow.
+        per_module: Constraints of the modules.
         limits: Budgets.
 
     Raises:
-        PlanError: If nothing keeps to them all.
+        PlanError: If no choice meets all of them.
     """
     units = [members(unit, a.group_sizes) for a in attentions]
     if not limits and heads is not None and per_module.free:
@@ -101,22 +100,22 @@ def allocate(
     module_at = {m: count + len(kv) + m for m in range(modules)}
     rows: list[_Row] = []
     for at, (m, u) in enumerate(flat):
-        # a unit needs its KV heads, and they the module
+        # a unit needs its KV heads, and a KV head its module
         for owner in {kv_of_query(attentions[m], query) for query in u}:
             rows.append(({kv_at[m, owner]: 1, at: -1}, 0, np.inf))
     for (m, _), at in kv_at.items():
         rows.append(({module_at[m]: 1, at: -1}, 0, np.inf))
-    for m, at in module_at.items():  # and it none but by them: a module may cost less than nothing
-        own_kv = {kv_at[m, k]: -1.0 for k in range(attentions[m].kv_heads)}
-        rows.append(({at: 1, **own_kv}, -np.inf, 0))
+    for m, at in module_at.items():  # without KV heads it goes, even at a negative cost
+        its_kv = {kv_at[m, k]: -1.0 for k in range(attentions[m].kv_heads)}
+        rows.append(({at: 1, **its_kv}, -np.inf, 0))
     if heads is not None:
         rows.append((dict(enumerate(sizes)), heads, heads))
     for m in range(modules):
-        own = {at: sizes[at] for at, (module, _) in enumerate(flat) if module == m}
+        queries = {at: sizes[at] for at, (module, _) in enumerate(flat) if module == m}
         if per_module.heads is not None:
-            rows.append((own, per_module.heads[m], per_module.heads[m]))
-        elif any(per_module.least) and own:
-            rows.append((own, per_module.least[m], np.inf))
+            rows.append((queries, per_module.heads[m], per_module.heads[m]))
+        elif any(per_module.least) and queries:
+            rows.append((queries, per_module.least[m], np.inf))
     for limit in limits:
         spent = _spent(limit.prices, flat, sizes, kv_at, module_at)
         scale = max(map(abs, spent.values()), default=0.0) or 1.0  # the solver's tolerance is 1e-6
@@ -150,7 +149,7 @@ def allocate(
 
 
 def kv_of_query(attention: Attention, query: int) -> int:
-    """The KV head of a query head, by position."""
+    """Return the KV head of a query head, by position."""
     for kv, size in enumerate(attention.group_sizes):
         if query < size:
             return kv
@@ -171,7 +170,7 @@ def _spent(
 
 
 def _gains(scores: Floats, sizes: Floats, fixed: bool) -> Floats:
-    """Scores scaled to at most 1; where their number is free, raised above nothing as well."""
+    """Return scores scaled to at most 1; all above 0 where the number of heads is free."""
     if not len(scores):
         return scores
     if not fixed:
@@ -187,21 +186,21 @@ def _impossible(
     limits: Sequence[BudgetLimit],
     held: int,
 ) -> str:
-    asked = [] if heads is None else [f"{heads} query heads in all"]
-    asked += ["equal shares in every module"] if per_module.heads is not None else []
+    demands = [] if heads is None else [f"{heads} query heads in all"]
+    demands += ["equal shares in every module"] if per_module.heads is not None else []
     floors_of = Counter(least for least in per_module.least if least)
-    asked += [
+    demands += [
         f"{least} in each of {modules} modules (min_per_layer, or --for)"
         for least, modules in floors_of.items()
     ]
-    asked += [f"--keep-roles (query heads held: {held})"] if held else []
-    asked += [limit.said for limit in limits]
+    demands += [f"--keep-roles (query heads held: {held})"] if held else []
+    demands += [limit.option for limit in limits]
     floors = [
-        f"{each.said}, {each.most:.6g} at most, {each.prices.rest:.6g} are left without any head"
+        f"{each.option}, {each.most:.6g} at most, {each.prices.rest:.6g} are left without any head"
         for each in limits
     ]
     return (
-        f"No plan keeps to all of this at once: {'; '.join(asked)}."
+        f"No plan keeps to all of this at once: {'; '.join(demands)}."
         + (f" Of {'; of '.join(floors)}." if floors else "")
         + " Loosen one of them."
     )

@@ -56,7 +56,7 @@ class Prices:
 
 
 def parameter_prices(model: PreTrainedModel, attentions: Sequence[Attention]) -> Prices:
-    """Parameters."""
+    """Return the prices in parameters."""
     prices = [_parameters(attention) for attention in attentions]
     mine = sum(
         p.query_head * a.query_heads + p.kv_head * a.kv_heads
@@ -68,7 +68,7 @@ def parameter_prices(model: PreTrainedModel, attentions: Sequence[Attention]) ->
 def cache_prices(
     model: PreTrainedModel, attentions: Sequence[Attention], dtype: torch.dtype
 ) -> Prices:
-    """Bytes of KV cache per token.
+    """Return the prices in bytes of KV cache per token.
 
     Args:
         model: The model.
@@ -76,7 +76,7 @@ def cache_prices(
         dtype: Element type of the cache.
 
     Raises:
-        PlanError: If the model keeps no cache, or one that no KV head has a share of.
+        PlanError: If the model has no cache, or one that is no sum over its KV heads.
     """
     family = family_of(model.config)
     if task_of(model) not in GENERATES:
@@ -103,10 +103,9 @@ def time_prices(
     attentions: Sequence[Attention],
     seconds: Callable[[Sequence[PreTrainedModel]], Sequence[float]],
 ) -> Prices:
-    """Seconds of a prefill, measured: whole, with half of all heads, and without any.
+    """Return the prices in seconds of a prefill, measured with all, half and none of the heads.
 
-    Within a module time is taken to be a constant and a share per query head; what whole layers
-    without attention save is measured, not assumed.
+    The time of a module is a constant and a part per query head.
 
     Args:
         model: The model.
@@ -116,12 +115,12 @@ def time_prices(
     everything = {a.path: a.query_ids for a in attention_of(model)}
     chosen = {a.path for a in attentions}
 
-    def variant(share: float) -> PreTrainedModel:
+    def variant(fraction: float) -> PreTrainedModel:
         parts = {}
         for attention in attention_of(model):
             keep = list(everything[attention.path])
             if attention.path in chosen:
-                keep = _share(attention, share)
+                keep = _first_heads(attention, fraction)
             parts[attention.path] = AttentionPlan(
                 query_heads=attention.query_heads,
                 kv_heads=attention.kv_heads,
@@ -131,7 +130,7 @@ def time_prices(
         cut_heads(net, resolve(Plan(unit=Unit.KV_GROUP, attentions=parts), net))
         return net
 
-    kept = [(0, 0), *((len(_share(a, 0.5)), a.query_heads) for a in attentions)]
+    kept = [(0, 0), *((len(_first_heads(a, 0.5)), a.query_heads) for a in attentions)]
     half_heads, heads = sum(k[0] for k in kept), sum(k[1] for k in kept)
     none, half, whole = seconds([variant(0.0), variant(0.5), model])
     per_head = max(0.0, (whole - half) / max(heads - half_heads, 1))
@@ -139,9 +138,9 @@ def time_prices(
     return Prices(none, tuple(Price(per_head, 0.0, per_module) for _ in attentions))
 
 
-def _share(attention: Attention, share: float) -> list[int]:
-    """Return the ids of the query heads of the first ``count`` KV heads."""
-    groups = round(attention.kv_heads * share)
+def _first_heads(attention: Attention, fraction: float) -> list[int]:
+    """Return the ids of the query heads of a fraction of the KV heads, first ones first."""
+    groups = round(attention.kv_heads * fraction)
     return list(attention.query_ids[: sum(attention.group_sizes[:groups])])
 
 

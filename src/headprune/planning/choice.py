@@ -20,25 +20,25 @@ from headprune.tensors.units import Unit
 
 
 def share_of(values: Tensor, kept: set[int], free: set[int]) -> float | None:
-    """The scores of some units as a share of those of others."""
+    """Return the scores of ``kept`` as a fraction of those of ``free``."""
     total = float(values[sorted(free)].sum())
     return float(values[sorted(kept)].sum()) / total if total > 0 <= float(values.min()) else None
 
 
 def with_held(values: Tensor, held: frozenset[int]) -> list[float]:
-    """Scores; held units are infinite: they stay, or there is no plan."""
+    """Return the scores, infinite for held units."""
     return [math.inf if at in held else score for at, score in enumerate(values.tolist())]
 
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """A choice of units, within budgets and what engines hold.
+    """A choice of units, within budgets and the shapes of engines.
 
     Attributes:
         attentions: The modules, in order.
         unit: Unit of removal.
         budget: The budget.
-        limits: The same as sums over what stays.
+        limits: The same as sums over the kept heads.
         constraints: Shapes of the plan.
         held: Units that are not to go.
     """
@@ -51,7 +51,7 @@ class HeadChoice:
     held: frozenset[int] = frozenset()
 
     def of(self, values: Tensor, heads: int | None) -> set[int]:
-        """Units to keep."""
+        """Return the units to keep."""
         attentions, unit, least = self.attentions, self.unit, self.budget.min_per_layer
         scores = with_held(values, self.held)
         if self.constraints.even:
@@ -80,10 +80,10 @@ class HeadChoice:
 def equal_shares(
     attentions: Sequence[Attention], unit: Unit, heads: int, at_least: int
 ) -> list[int]:
-    """The same share of heads in every module, as nearly as whole units allow; exactly ``heads``.
+    """Return the heads of each module: equal fractions in whole units, ``heads`` in all.
 
     Raises:
-        PlanError: If that leaves a module with fewer than ``at_least``, or whole units do not fit.
+        PlanError: If a module keeps fewer than ``at_least``, or whole units do not fit.
     """
     total = max(sum(a.query_heads for a in attentions), 1)
     sizes = [sorted(set(unit_sizes([a], unit))) for a in attentions]
@@ -91,7 +91,7 @@ def equal_shares(
     steps = [each[0] if len(each) == 1 else 1 for each in sizes]
     for attention, step in zip(attentions, steps, strict=True):
         counts.append(int(heads * attention.query_heads / total) // step * step)
-    # the rest goes to the modules that rounding took most from, first ones first
+    # the rest goes to the modules that lost most by rounding
     short = [(counts[m] - heads * a.query_heads / total, m) for m, a in enumerate(attentions)]
     for _, m in sorted(short):
         step = steps[m]

@@ -28,9 +28,9 @@ class Constraints:
 
     Attributes:
         net: The model.
-        layout: The layout that was asked for.
-        targets: Where the result is to run.
-        shapes: What every target holds.
+        layout: The requested layout.
+        targets: Engines of the result.
+        shapes: Shapes that every target holds.
     """
 
     net: PreTrainedModel
@@ -50,14 +50,14 @@ class Constraints:
 
     @property
     def even_kv_heads(self) -> bool:
-        """True if every layer keeps the same number of KV heads, where no query heads go."""
+        """True if every layer keeps the same number of KV heads, without a cut of query heads."""
         return self.layout is LayoutOption.UNIFORM or KV_COUNTS not in self.shapes
 
     @property
     def said(self) -> str:
         """The options behind them."""
-        asked = [f"--for {target.value}" for target in self.targets]
-        return " ".join(asked) or f"--layout {self.layout.value}"
+        engines = [f"--for {target.value}" for target in self.targets]
+        return " ".join(engines) or f"--layout {self.layout.value}"
 
     def allows(self, layer: int, kept: int, present: int) -> bool:
         """Return whether a layer may keep the queries of some of its KV heads."""
@@ -66,33 +66,33 @@ class Constraints:
         return kept == present or QUERY_COUNTS in self.shapes
 
     def keeps_a_head(self, layer: int) -> bool:
-        """True if a layer keeps a head, as an engine would give it a zero head otherwise."""
+        """Return whether a layer must keep a head, so that an engine adds no zero head."""
         filled = {TARGETS[target].zero_heads for target in self.targets}
         return "every" in filled or ("first" in filled and layer == 0)
 
     def check(self, cuts: Sequence[Cut]) -> None:
-        """Refuses cuts whose result is not as it was asked for.
+        """Refuse cuts that a target or the layout does not hold.
 
         Raises:
-            PlanError: Naming what cannot hold it, and what would do.
+            PlanError: Naming the target and others that would hold them.
         """
         plain = result_shape(cuts, self.net.config) is Shape.NATIVE
-        found = shapes_of([cut.group_sizes for cut in cuts], plain)
+        shapes = shapes_of([cut.group_sizes for cut in cuts], plain)
         for target in self.targets:
             engine = TARGETS[target]
-            unheld = [s for s in SHAPES if s in found and s not in engine.holds(self.net)]
+            unheld = [s for s in SHAPES if s in shapes and s not in engine.holds(self.net)]
             if unheld:
                 why = engine.limits(self.net).get(unheld[0], "")
                 raise PlanError(
                     f"--for {target.value}: the plan has {unheld[0]}, which {target.value} cannot "
-                    f"hold{': ' + why.rstrip('.') if why else ''}. {_instead(self.net, found)}"
+                    f"hold{': ' + why.rstrip('.') if why else ''}. {_instead(self.net, shapes)}"
                 )
         if self.layout is LayoutOption.UNIFORM and not plain:
             raise PlanError(
-                "--layout uniform: this plan does not fit a plain config, which needs the same "
-                "counts in every layer and a family that can hold them ('headprune families'; "
-                "Llama's wants a number of heads that divides hidden_size). With --gates or "
-                "--scores, headprune chooses such a plan; leave out --layout for the runtime."
+                "--layout uniform: this plan does not fit a plain config. That needs the same "
+                "counts in every layer, and a family that holds them ('headprune families'; for "
+                "Llama, the number of heads divides hidden_size). With --gates or --scores, "
+                "headprune chooses such a plan; leave out --layout for the runtime."
             )
 
 
@@ -127,7 +127,7 @@ def _others(net: PreTrainedModel) -> str:
     return f"Of this model there are plans for {', '.join(held)}."
 
 
-def _instead(net: PreTrainedModel, found: frozenset[str]) -> str:
+def _instead(net: PreTrainedModel, shapes: frozenset[str]) -> str:
     chosen = "With --gates or --scores, headprune chooses a plan that fits"
-    held = [t.value for t, engine in TARGETS.items() if found <= engine.holds(net)]
+    held = [t.value for t, engine in TARGETS.items() if shapes <= engine.holds(net)]
     return f"{chosen}; --for {' and '.join(held)} would take this one." if held else f"{chosen}."

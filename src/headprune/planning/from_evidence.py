@@ -1,4 +1,4 @@
-"""The plan that gates, scores or a plan file ask for."""
+"""The plan by gates, scores or a plan file."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from headprune.tensors.units import Unit
 
 @dataclass(frozen=True)
 class CutRequest:
-    """A cut as it is asked for: by one of gates, scores and a plan.
+    """A requested cut, by one of gates, scores and a plan.
 
     Attributes:
         gates: Folder that train-gates wrote.
         plan: A plan, or the path of a plan file.
         scores: Folder that score wrote; needs ``keep``.
-        criterion: With ``scores``: which of them; None where there is one only.
-        keep: A share (float) or count (int) of heads; with ``gates``, another than trained for.
+        criterion: With ``scores``: the criterion; None for the only one.
+        keep: A fraction (float) or count (int) of heads; None for that of ``gates``.
         layout: Shapes of the result.
         targets: Its engines.
     """
@@ -80,22 +80,22 @@ class ChosenCuts:
     padding: tuple[str, ...]
 
 
-def refuse_request(asked: CutRequest, refit: DataConfig | None = None) -> None:
-    """Refuses what does not fit together, whatever the model, before it is loaded.
+def refuse_request(request: CutRequest, refit: DataConfig | None = None) -> None:
+    """Refuse a request that fits no model, before one is loaded.
 
     Raises:
-        HeadpruneError: Saying what does not fit.
+        HeadpruneError: If its parts do not fit together.
     """
-    gates, plan, scores, keep = asked.gates, asked.plan, asked.scores, asked.keep
-    if sum(given is not None for given in (gates, plan, scores)) != 1:
+    gates, plan, scores, keep = request.gates, request.plan, request.scores, request.keep
+    if sum(source is not None for source in (gates, plan, scores)) != 1:
         raise PlanError(
             "Give one of --gates (from train-gates), --scores (from score) and --plan (a file)."
         )
     if scores is not None:
-        found = read_scores(scores)
+        stored = read_scores(scores)
         if keep is None:
             raise PlanError("--scores needs --keep, the share or count of heads that stay.")
-        found.of(asked.criterion)
+        stored.of(request.criterion)
     refuse_target(keep)
     if isinstance(plan, Path):
         plan_content(plan)
@@ -114,7 +114,7 @@ def refuse_request(asked: CutRequest, refit: DataConfig | None = None) -> None:
 def _refuse_other_than_refitted(
     trained: GatesMetadata, keep: float | int | None, refit: DataConfig | None
 ) -> None:
-    """Refuses what gates do not go with whose W_O was refitted to the heads that they keep."""
+    """Refuse a refit or other heads with gates whose W_O was refitted."""
     if refit is not None:
         raise PlanError(
             "--refit: W_O was refitted when these gates were made, and is in them. Leave out "
@@ -129,15 +129,14 @@ def _refuse_other_than_refitted(
         )
 
 
-def cuts_by(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> ChosenCuts:
-    """Chooses what goes, as it was asked for.
+def cuts_by(net: PreTrainedModel, source: ModelIdentity, request: CutRequest) -> ChosenCuts:
+    """Choose the heads that go.
 
     Raises:
-        HeadpruneError: If there is no such plan, it keeps no head at all, or the result is not as
-            it was asked for.
+        HeadpruneError: If there is no such plan, it keeps no head, or its layout does not fit.
     """
-    constraints = constraints_of(net, asked.layout, asked.targets)
-    chosen, evidence, weights = _plan(net, source, asked, constraints)
+    constraints = constraints_of(net, request.layout, request.targets)
+    chosen, evidence, weights = _plan(net, source, request, constraints)
     if chosen.query_heads and not chosen.kept_heads:
         raise PlanError(
             f"None of the {chosen.query_heads} query heads would stay, and a model without any "
@@ -148,14 +147,14 @@ def cuts_by(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> C
 
 
 def _plan(
-    net: PreTrainedModel, source: ModelIdentity, asked: CutRequest, constraints: Constraints
+    net: PreTrainedModel, source: ModelIdentity, request: CutRequest, constraints: Constraints
 ) -> tuple[Plan, Evidence, dict[str, Tensor]]:
-    if asked.gates is not None:
-        return _from_gates(net, source, asked.gates, asked.keep, constraints)
-    if asked.scores is not None:
-        return *_from_scores(net, source, asked, constraints), {}
-    assert asked.plan is not None
-    plan = asked.plan
+    if request.gates is not None:
+        return _from_gates(net, source, request.gates, request.keep, constraints)
+    if request.scores is not None:
+        return *_from_scores(net, source, request, constraints), {}
+    assert request.plan is not None
+    plan = request.plan
     if isinstance(plan, Path):
         present = {a.path: (a.query_ids, a.kv_heads) for a in attention_of(net)}
         plan = read_plan(plan, present)
@@ -164,7 +163,7 @@ def _plan(
 
 
 def _refuse_merging(plan: Plan) -> None:
-    """Refuses a plan that a cut alone does not carry out."""
+    """Refuse a plan that merges KV heads."""
     if plan.merged:
         how = f" (by {plan.merge})" if plan.merge else ""
         counts = [len(part.groups or range(part.kv_heads)) for part in plan.attentions.values()]
@@ -176,23 +175,23 @@ def _refuse_merging(plan: Plan) -> None:
 
 
 def _from_scores(
-    net: PreTrainedModel, source: ModelIdentity, asked: CutRequest, constraints: Constraints
+    net: PreTrainedModel, source: ModelIdentity, request: CutRequest, constraints: Constraints
 ) -> tuple[Plan, Evidence]:
-    assert asked.scores is not None
-    assert asked.keep is not None
-    found = read_scores(asked.scores, source)
-    unit, attentions = found.metadata.unit, fitted_scores(net, found)
-    whole = [a for a in attention_of(net) if a.path not in found.metadata.modules]
+    assert request.scores is not None
+    assert request.keep is not None
+    scores = read_scores(request.scores, source)
+    unit, attentions = scores.metadata.unit, fitted_scores(net, scores)
+    whole = [a for a in attention_of(net) if a.path not in scores.metadata.modules]
     sizes = unit_sizes(attentions, unit)
-    budget = head_budget(asked.keep, sizes)
-    criterion, values = found.of(asked.criterion)
+    budget = head_budget(request.keep, sizes)
+    criterion, values = scores.of(request.criterion)
     flags, budget = _chosen(constraints, attentions, unit, values, budget)
     evidence = Evidence(
         kind="scores",
-        id=found.id,
+        id=scores.id,
         criterion=criterion,
-        keep=asked.keep,
-        seed=found.metadata.calibration.seed,
+        keep=request.keep,
+        seed=scores.metadata.calibration.seed,
     )
     return plan_from_scores(attentions, unit, flags, budget, source, whole=whole), evidence
 
@@ -204,7 +203,7 @@ def _chosen(
     scores: Tensor,
     budget: int,
 ) -> tuple[list[float], int]:
-    """1 for every unit that stays, and their heads: as many as asked for, or the nearest."""
+    """Return 1 for every kept unit and 0 for others, and the number of kept heads."""
     sizes = unit_sizes(attentions, unit)
     choice = HeadChoice(attentions, unit, BudgetConfig(keep=budget), [], constraints)
     kept = choice.of(scores, budget)
@@ -224,8 +223,8 @@ def _from_gates(
     sizes = unit_sizes(attentions, unit)
     budget = trained.metadata.kept_heads if keep is None else head_budget(keep, sizes)
     # units that training kept come first; one that --keep brings back is fully open
-    found = trained.log_alpha.double()
-    scores = found + (found.max() - found.min() + 1.0) * trained.kept
+    alpha = trained.log_alpha.double()
+    scores = alpha + (alpha.max() - alpha.min() + 1.0) * trained.kept
     scale = torch.where(trained.kept, trained.value, 1.0).tolist()
     flags, budget = _chosen(constraints, attentions, unit, scores, budget)
     if trained.metadata.method is Method.REFIT:

@@ -19,34 +19,29 @@ def even_units(
     budget: int,
     fits: Callable[[int, int], bool] = lambda queries, kv_heads: True,
 ) -> list[int]:
-    """The best units when every module must keep the same number of them.
+    """Return the positions of the best units, the same number in every module.
 
     Args:
         attentions: The attention modules, in order.
         unit: Unit of removal.
         scores: One score per unit, in order.
-        budget: Query heads to keep; met as nearly as equal counts allow, with one unit at least; of
-            two as near, the larger.
-        fits: Says if a plain config holds these numbers of query and KV heads.
-
-    Returns:
-        Positions of the kept units.
+        budget: Query heads to keep. The nearest equal count is taken, of two the larger.
+        fits: Return whether these numbers of query and KV heads are allowed.
 
     Raises:
-        PlanError: If the modules differ in their heads, so that equal counts would be no plain cut,
-            or no count fits.
+        PlanError: If the modules differ in their heads, or no count fits.
     """
     per_module = [members(unit, a.group_sizes) for a in attentions]
     if len({(len(units), len(units[0]) if units else 0) for units in per_module}) != 1:
         raise PlanError(
-            "The attention modules differ in their number of heads, so the same cut in all of them "
-            "is no plain config. Leave out --layout uniform."
+            "The attention modules differ in their number of heads, so that no cut fits a plain "
+            "config. Leave out --layout uniform."
         )
     units, size = len(per_module[0]), len(per_module[0][0])
     groups = members(Unit.KV_GROUP, attentions[0].group_sizes)
 
     def held(count: int) -> bool:
-        kept = {query for one in per_module[0][:count] for query in one}
+        kept = {query for heads in per_module[0][:count] for query in heads}
         return fits(len(kept), sum(not kept.isdisjoint(group) for group in groups))
 
     wanted = budget / (size * len(attentions))
@@ -73,7 +68,7 @@ def plan_from_scores(
     scale: Sequence[float] | None = None,
     whole: Sequence[Attention] = (),
 ) -> Plan:
-    """Keeps the best units, exactly ``budget`` query heads.
+    """Return the plan that keeps the best units, exactly ``budget`` query heads.
 
     Args:
         attentions: The attention modules to choose among, in order.

@@ -8,13 +8,13 @@ from headprune.errors import PlanError
 from headprune.runtime.modeling_headprune import Attention
 
 
-def stated_counts(asked: int | tuple[int, ...], attentions: Sequence[Attention]) -> list[int]:
-    """The counts that were asked for: one number for all modules, or one for each.
+def stated_counts(kv_heads: int | tuple[int, ...], attentions: Sequence[Attention]) -> list[int]:
+    """Return the KV heads of each module, from one number for all or one for each.
 
     Raises:
-        PlanError: If there are more or fewer than modules, or one leaves unequal groups.
+        PlanError: If their number is not that of the modules, or one leaves unequal groups.
     """
-    counts = [asked] * len(attentions) if isinstance(asked, int) else list(asked)
+    counts = [kv_heads] * len(attentions) if isinstance(kv_heads, int) else list(kv_heads)
     if len(counts) != len(attentions):
         raise PlanError(
             f"--kv-heads lists {len(counts)} numbers; the model has {len(attentions)} attention "
@@ -33,10 +33,10 @@ def stated_counts(asked: int | tuple[int, ...], attentions: Sequence[Attention])
 
 
 def equal_counts(share: float, attentions: Sequence[Attention]) -> list[int]:
-    """The largest number of KV heads within a budget that all modules can have alike; one at least.
+    """Return the largest equal number of KV heads within a budget, at least one.
 
     Args:
-        share: Of all KV heads, how many may stay.
+        share: Fraction of the KV heads that may stay.
         attentions: The modules.
     """
     common = set.intersection(*(set(fitting(attention)) for attention in attentions))
@@ -45,6 +45,6 @@ def equal_counts(share: float, attentions: Sequence[Attention]) -> list[int]:
 
 
 def fitting(attention: Attention) -> list[int]:
-    """Numbers of KV heads that leave groups of equal size."""
+    """Return the numbers of KV heads that leave groups of equal size."""
     heads = attention.kv_heads
     return [count for count in range(1, heads + 1) if heads % count == 0]

@@ -1,7 +1,6 @@
 """Zero heads for engines that know no ragged groups and no layer without heads.
 
-Removed heads that stay in the weights, with a gate of 0: their columns of W_O are zero, so that
-they cost no computation. They have all per-head parameters of a family, too.
+Zero heads are removed heads that stay in the weights: their columns of W_O are zero.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from headprune.tensors.units import Unit, members
 
 
 def laid_out(plan: Plan, constraints: Constraints) -> tuple[Plan, list[Cut], tuple[str, ...]]:
-    """A plan in the layout that was asked for.
+    """Return a plan in its layout.
 
     Args:
         plan: The plan.
-        constraints: The layout, what else the result must be, and the model.
+        constraints: The layout, the engines and the model.
 
     Returns:
         The plan, its cuts, and the padding, a sentence each.
@@ -32,22 +31,22 @@ def laid_out(plan: Plan, constraints: Constraints) -> tuple[Plan, list[Cut], tup
     Raises:
         PlanError: If the plan does not fit the model or the layout.
     """
-    said: tuple[str, ...] = ()
+    sentences: tuple[str, ...] = ()
     if constraints.layout is LayoutOption.PADDED:
         attentions = attention_of(constraints.net)
         refuse_foreign(plan, constraints.net)
-        given, plan = plan, _padded(plan, attentions)
-        said = tuple(_said(given, plan, attentions))
+        unpadded, plan = plan, _padded(plan, attentions)
+        sentences = tuple(_sentences(unpadded, plan, attentions))
     cuts = resolve(plan, constraints.net, ragged=constraints.layout is LayoutOption.RAGGED)
     constraints.check(cuts)
-    return plan, cuts, said
+    return plan, cuts, sentences
 
 
 def _padded(plan: Plan, attentions: Sequence[Attention]) -> Plan:
-    """The plan with zero heads: groups as large as the largest, and a head in every layer.
+    """Return the plan with zero heads: equal groups, and a head in every layer.
 
     Raises:
-        PlanError: If it needs none, or with them no head would go.
+        PlanError: If it needs none, or they would take the place of all removed heads.
     """
     parts = {a.path: _part(plan.attentions[a.path], a) for a in attentions}
     padded = plan.model_copy(update={"attentions": parts})
@@ -85,27 +84,27 @@ def _part(part: AttentionPlan, attention: Attention) -> AttentionPlan:
     return part.model_copy(update={"keep": keep, "scale": scale})
 
 
-def _said(given: Plan, padded: Plan, attentions: Sequence[Attention]) -> Iterator[str]:
+def _sentences(unpadded: Plan, padded: Plan, attentions: Sequence[Attention]) -> Iterator[str]:
     changed = [
         (layer, a, len(padded.attentions[a.path].keep))
         for layer, a in enumerate(attentions)
-        if padded.attentions[a.path] != given.attentions[a.path]
+        if padded.attentions[a.path] != unpadded.attentions[a.path]
     ]
-    ragged = [layer for layer, a, _ in changed if given.attentions[a.path].keep]
+    ragged = [layer for layer, a, _ in changed if unpadded.attentions[a.path].keep]
     empty = {
         layer: 2 * a.head_dim * heads
         for layer, a, heads in changed
-        if not given.attentions[a.path].keep
+        if not unpadded.attentions[a.path].keep
     }
     yield from zero_heads_said(ragged, empty)
 
 
 def zero_heads_said(ragged: Sequence[int], empty: Mapping[int, int]) -> Iterator[str]:
-    """Give purpose and cost of zero heads, a sentence each.
+    """Yield purpose and cost of zero heads, a sentence each.
 
     Args:
         ragged: Layers whose groups they make equal.
-        empty: Layers that had no heads, and the numbers per token that each one's KV cache holds.
+        empty: Layers without heads, and the numbers per token that they add to the KV cache.
     """
     if ragged:
         yield (

@@ -32,7 +32,7 @@ from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
 from headprune.surgery.cut import resolve
 from headprune.tensors.units import Unit, members
 
-PROMPT = 256  # tokens of the prefill that --min-speedup is measured on
+PROMPT = 256  # tokens of the prefill that --min-speedup measures
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Planned:
         criterion: Its criterion.
         spent: Per budget: the limit, and the plan's sum.
         scores: Metadata of the scores.
-        kept_of_free: With ``--for``: the sum of the scores that stay, as a
-            share of what stays without; None where shares of scores say nothing.
+        kept_of_free: With ``--for``: the kept scores as a fraction of those kept without it; None
+            where scores have no such fraction.
         roles_lost: Roles that lose their last head; None without a record of roles.
     """
 
@@ -71,7 +71,7 @@ def plan(
     overwrite: bool = False,
     context: Context = Context(),
 ) -> Planned:
-    """Makes a plan from scores.
+    """Make a plan from scores.
 
     Args:
         model: Folder or hub id; the one that was scored.
@@ -84,12 +84,12 @@ def plan(
     Raises:
         HeadpruneError: If model, scores and budgets do not fit together.
     """
-    found = read_scores(scores)
-    found.of(config.criterion)
+    stored = read_scores(scores)
+    stored.of(config.criterion)
     refuse_target(config.keep)
     asked_roles(config)
     context.stage("loading the model")
-    opened = open_model(model, found.metadata.calibration.dtype, context.allowed)
+    opened = open_model(model, stored.metadata.calibration.dtype, context.allowed)
     planned = make_plan(opened, read_scores(scores, opened.identity), config, context)
     if output is not None:
         planned.plan.write(output)
@@ -123,12 +123,12 @@ def make_plan(model: Model, scores: Scores, config: PlanConfig, context: Context
         share = share_of(values, kept, free.of(values, heads))
     flags = [float(at in kept) for at in range(len(sizes))]
     left = sum(size for at, size in enumerate(sizes) if at in kept)
-    made = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
-    spent = {limit.said: (limit.most, _total(limit, attentions, made)) for limit in limits}
+    plan = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
+    spent = {limit.option: (limit.most, _total(limit, attentions, plan)) for limit in limits}
     if constraints != constraints.free:
-        constraints.check(resolve(made, net, ragged=True))
-    lost = roles_lost(record, made)
-    return Planned(made, name, spent, scores.metadata, share, lost)
+        constraints.check(resolve(plan, net, ragged=True))
+    lost = roles_lost(record, plan)
+    return Planned(plan, name, spent, scores.metadata, share, lost)
 
 
 def _limits(
@@ -172,10 +172,10 @@ def _prefill_seconds(nets: Sequence[PreTrainedModel]) -> list[float]:
     return [speed.prompt_tokens / speed.prefill_tokens_per_s for speed in speeds]
 
 
-def _total(limit: BudgetLimit, attentions: Sequence[Attention], made: Plan) -> float:
+def _total(limit: BudgetLimit, attentions: Sequence[Attention], plan: Plan) -> float:
     kept = []
     for attention in attentions:
-        stays = set(made.attentions[attention.path].keep)
+        stays = set(plan.attentions[attention.path].keep)
         groups = members(Unit.KV_GROUP, attention.group_sizes)
         used = [g for g in groups if stays & {attention.query_ids[q] for q in g}]
         kept.append((len(stays), len(used)))

@@ -1,4 +1,4 @@
-"""Roles and plans: the heads that are held for a role, and the roles that a plan loses."""
+"""Heads that a plan holds for a role, and roles that it loses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from headprune.tensors.units import Unit, members
 
 
 def asked_roles(budget: BudgetConfig, model: ModelIdentity | None = None) -> RolesRecord | None:
-    """The roles record that a plan is to heed; None for none.
+    """Return the roles record of a plan; None without one.
 
     Raises:
-        HeadpruneError: If it is none, is of another model, or no head has a role that is to stay.
+        HeadpruneError: If it is missing or of another model, or no head has a role to keep.
     """
     if budget.roles is None:
         return None
@@ -39,7 +39,7 @@ def asked_roles(budget: BudgetConfig, model: ModelIdentity | None = None) -> Rol
 def held_units(
     record: RolesRecord | None, names: Sequence[str], attentions: Sequence[Attention], unit: Unit
 ) -> frozenset[int]:
-    """Positions of the units with a head that has one of some roles."""
+    """Return the positions of the units with a head that has one of some roles."""
     if record is None:
         return frozenset()
     heads = {head for name in names for head in record.heads(name)}

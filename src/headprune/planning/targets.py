@@ -42,8 +42,8 @@ class EngineShapes:
         tested: The version that ran the cells.
         cells: Per shape: "yes", "no", or the name of its substitute.
         refusal: Return why the engine takes no result of a model, as the end of a sentence.
-        limits: Return the shapes that it takes of other models only, each with the reason.
-        zero_heads: Empty layers that get a zero head, at the cost of one that stays.
+        limits: Return the shapes that it takes only of other models, each with the reason.
+        zero_heads: Empty layers that get a zero head, which costs as much as a kept one.
     """
 
     name: str
@@ -117,8 +117,8 @@ def uneven_refusal(config: PreTrainedConfig) -> str | None:
         return f"llama.cpp has no {kind} with counts per layer."
     if kind == "qwen3" and not config.tie_word_embeddings:
         return (
-            "llama.cpp's one architecture with norms of q and k and counts per layer (openelm) "
-            "ties its embeddings, and this model does not."
+            "llama.cpp has one architecture with norms of q and k and counts per layer, openelm. "
+            "That ties its embeddings, and this model does not."
         )
     return None
 

@@ -1,10 +1,10 @@
-"""The gates folder: what train-gates writes and prune reads.
+"""The gates folder: train-gates writes it, prune reads it.
 
-gates.safetensors    log_alpha, value and kept, one entry per unit, in the order of gates.json
-gates.json           which model, which unit, which modules; where the numbers come from
-weights.safetensors  trained weights, if any moved
-history.jsonl        one record per step
-config.yaml          the resolved settings
+    gates.safetensors    log_alpha, value and kept: one entry per unit, in gates.json's order
+    gates.json           model, unit and modules; training and data
+    weights.safetensors  trained weights, if there are any
+    history.jsonl        one record per step
+    config.yaml          the resolved settings
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class GatesMetadata(BaseModel):
     Attributes:
         headprune_version: Version that wrote them.
         model: The model they were trained on.
-        unit: What one gate opens and closes.
-        method: How heads were chosen.
+        unit: Unit of a gate.
+        method: Method of choosing heads.
         temperature: beta of the hard-concrete distribution.
         modules: The attention modules, in the order of the gates.
         heads: Ids of the query heads of every module.
@@ -47,10 +47,10 @@ class GatesMetadata(BaseModel):
         query_heads: Query heads of the model.
         kept_heads: Query heads whose gates stay open.
         steps: Optimiser steps.
-        objective: Their loss.
+        objective: Loss of the training.
         data: Source of the training data.
         final_loss: Loss of the last step.
-        trained_weights: Whether weights.safetensors belongs to them.
+        trained_weights: True if weights.safetensors belongs to them.
         seed: Seed of the training.
         id: ``TrainedGates.id`` when they were written; None before.
     """
@@ -77,7 +77,7 @@ class GatesMetadata(BaseModel):
     id: Digest | None = None
 
     def unit_sizes(self) -> list[int]:
-        """Query heads per gate."""
+        """Return the number of query heads of each gate."""
         return [len(unit) for sizes in self.group_sizes for unit in members(self.unit, sizes)]
 
 
@@ -94,18 +94,15 @@ class TrainedGates(BaseModel):
 
     @cached_property
     def id(self) -> str:
-        """SHA-256 of the gates, of trained weights, and of what gates.json says of them.
-
-        Names of model and data have no part in it.
-        """
-        said = self.metadata.model_dump(
+        """SHA-256 of gates, weights and metadata, without names of model and data."""
+        content = self.metadata.model_dump(
             mode="json",
             exclude={"id": True, "data": True, "model": {"name"}},
             exclude_none=True,
         )
         gates = {"log_alpha": self.log_alpha, "value": self.value, "kept": self.kept}
         return digest_of(
-            {**said, "gates": described(gates), "weights": described(self.weights or {})}
+            {**content, "gates": described(gates), "weights": described(self.weights or {})}
         )
 
     def open_probability(self) -> Tensor:
@@ -121,7 +118,7 @@ def write_gates(
     tensors: dict[str, Tensor],
     weights: dict[str, Tensor] | None,
 ) -> GatesMetadata:
-    """Writes finished gates; gates.json comes last, so that its presence says they are complete.
+    """Write finished gates; gates.json comes last, as the mark of complete ones.
 
     Returns:
         The metadata with the id.
@@ -149,7 +146,7 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def read_gates(folder: Path, model: ModelIdentity) -> TrainedGates:
-    """Reads a gates folder for a model.
+    """Read a gates folder for a model.
 
     Raises:
         CheckpointError: If the folder holds no finished gates.
@@ -174,7 +171,7 @@ def read_gates(folder: Path, model: ModelIdentity) -> TrainedGates:
 
 
 def read_metadata(folder: Path) -> GatesMetadata:
-    """Reads gates.json.
+    """Read gates.json.
 
     Raises:
         CheckpointError: If it is missing or not valid.

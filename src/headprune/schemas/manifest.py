@@ -60,7 +60,7 @@ class LineageStep(BaseModel):
         done: The change.
         refit: The refit of W_O, if there was one.
         choice: The candidates and the choice among them, if there was one.
-        proof: Its measurements; None where tensors were compared in its place.
+        proof: Measurements of its proof; None where tensors were compared.
         tensor_proof: Result of that comparison.
     """
 
@@ -129,8 +129,8 @@ class Manifest(Recorded, LineageStep):
 
     Attributes:
         lineage: The steps that lead to the source, oldest first, if headprune made that.
-        probe: Some of the gated original's outputs on the proof's inputs, for ``verify``; None
-            where tensors were compared.
+        probe: Samples of the gated original's outputs, for ``verify``; None where tensors were
+            compared.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -141,21 +141,20 @@ class Manifest(Recorded, LineageStep):
     def digest(self) -> str:
         """Return the id: SHA-256 of the result and its making.
 
-        That is its files, the id of its parent, the change and its evidence, and the
-        refit; not the times in it, its versions and command, measurements, and the names and
-        places of text and teacher. Fields that are None do not count.
+        It covers the files, the parent's id, the change with its evidence, and the refit.
+        Times, versions, measurements, and names of text and teacher have no part in it.
         """
-        said = self.model_dump(
+        content = self.model_dump(
             mode="json",
             include={"files", "parent", "done", "refit"},
             exclude={"files": {HISTORY}, "done": {"teacher"}, "refit": {"data"}},
             exclude_none=True,
         )
-        return digest_of(said)
+        return digest_of(content)
 
     @property
     def steps(self) -> tuple[LineageStep, ...]:
-        """All that led to the result, oldest first, and itself."""
+        """The steps to the result, oldest first, and its own."""
         return (*self.lineage, self)
 
 
@@ -165,7 +164,7 @@ def utc_now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions that a result depends on."""
+    """Return the versions that a result depends on."""
     return {
         "headprune": __version__,
         "torch": str(torch.__version__),
@@ -174,7 +173,7 @@ def versions() -> dict[str, str]:
 
 
 def write_manifest(folder: Path, **facts: Any) -> Manifest:
-    """Writes the manifest of a finished folder.
+    """Write the manifest of a finished folder.
 
     Args:
         folder: The result.
@@ -187,7 +186,7 @@ def write_manifest(folder: Path, **facts: Any) -> Manifest:
 
 
 def amend_manifest(folder: Path, **facts: Any) -> Manifest:
-    """Adds to a manifest what became known after it was written, and its id does not depend on."""
+    """Add facts to a manifest that its id does not depend on."""
     manifest = read_manifest(folder)
     amended = manifest.model_copy(update=facts)
     assert amended.digest() == manifest.digest()
@@ -200,7 +199,7 @@ def _write(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a result.
+    """Read the manifest of a result.
 
     Raises:
         CheckpointError: If there is none, or it is damaged or of a later schema.
@@ -217,7 +216,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def contents(folder: Path) -> Iterator[str]:
-    """The files that a manifest vouches for: all but itself, the card and hidden ones."""
+    """Yield the files of a manifest: all but itself, the card and hidden ones."""
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
         hidden = any(part.startswith(".") for part in inside.parts)
@@ -226,7 +225,7 @@ def contents(folder: Path) -> Iterator[str]:
 
 
 def read_lineage(folder: Path) -> tuple[LineageStep, ...]:
-    """The steps that lead to a folder, oldest first; none if headprune did not make it.
+    """Return the steps that lead to a folder, oldest first; none if headprune did not make it.
 
     Raises:
         CheckpointError: If its manifest is damaged.

@@ -7,13 +7,13 @@ A plan is a small JSON file, keyed by module path, holding ids of heads and neve
                     {"query_heads": 9, "kv_heads": 3, "keep": [0, 1, 2, 6, 7, 8],
                      "scale": [1, 1, 1, 0.93, 0.93, 0.93]}, ...}}
 
-For heads chosen by hand there is a short form, the one that ``prune_heads`` of transformers 4 took:
-module path to the heads that are **removed**; modules it does not name keep all their heads.
+The short form maps module paths to the heads that are **removed**, as for ``prune_heads`` of
+transformers 4. Other modules keep all their heads.
 
     {"model.layers.0.self_attn": [0, 3]}
 
-Where KV heads are to be shared, ``"groups": [[0, 2], [1]]`` says which: the queries of KV heads 0
-and 2 get one K and V between them. What that one computes is the business of a merge.
+``"groups": [[0, 2], [1]]`` shares KV heads: the queries of KV heads 0 and 2 get one K and V. A
+merge computes these.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class AttentionPlan(BaseModel):
         kv_heads: KV heads it has before the cut.
         keep: Ids of the query heads that stay, ascending.
         scale: Gate value per kept head, folded into the output projection; None for all 1.
-        groups: Ids of the KV heads that become one, for every KV head of the result, in order;
-            None where each stays itself.
+        groups: Per KV head of the result, ids of the KV heads that become it; None without a
+            merge.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -101,9 +101,8 @@ class Plan(BaseModel):
     Attributes:
         unit: Unit of removal.
         model: The model it was made for; None if it was written by hand.
-        merge: How the KV heads of a group become one; None where no group has several, and in
-            plans that were written before it was said.
-        attentions: Per module path, what stays.
+        merge: Name of the merge of KV heads; None without one, and in older plans.
+        attentions: Per module path, the heads that stay.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -131,9 +130,9 @@ class Plan(BaseModel):
         return [path for path, part in parts if any(len(g) > 1 for g in part.groups or ())]
 
     def write(self, path: Path) -> None:
-        """Writes the plan as indented JSON, whole, with one line per module for readable diffs."""
-        unsaid = {"attentions"} if self.merge else {"attentions", "merge"}
-        head = self.model_dump(mode="json", exclude=unsaid)
+        """Write the plan as indented JSON, with one line per module for readable diffs."""
+        excluded = {"attentions"} if self.merge else {"attentions", "merge"}
+        head = self.model_dump(mode="json", exclude=excluded)
         rows = [
             f"    {json.dumps(name)}: {a.model_dump_json(exclude_none=True)}"
             for name, a in self.attentions.items()
@@ -143,7 +142,7 @@ class Plan(BaseModel):
 
 
 def read_plan(path: Path, present: Mapping[str, tuple[Sequence[int], int]]) -> Plan:
-    """Reads a plan file, in its full or its short form.
+    """Read a plan file, in its full or its short form.
 
     Args:
         path: The JSON file.
@@ -180,8 +179,8 @@ def _from_removed(
     )
     if not isinstance(content, dict) or not valid:
         raise PlanError(
-            f"'{path}' is neither a full plan (it has no 'attentions') nor a map from module path "
-            'to a list of heads to remove, such as {"model.layers.0.self_attn": [0, 3]}.'
+            f"'{path}' is no plan: it has no 'attentions', and is no map from module path to "
+            'removed heads, such as {"model.layers.0.self_attn": [0, 3]}.'
         )
     removed = {name: set(heads) for name, heads in content.items()}
     for name, heads in removed.items():
@@ -201,7 +200,7 @@ def _from_removed(
 
 
 def check_module(name: str, present: Mapping[str, object]) -> None:
-    """Refuses a module path that the model does not have, by name."""
+    """Refuse a module path that the model does not have."""
     if name not in present:
         known = list(present)
         raise PlanError(
@@ -211,9 +210,9 @@ def check_module(name: str, present: Mapping[str, object]) -> None:
         )
 
 
-def check_heads(name: str, asked: set[int], ids: Sequence[int]) -> None:
-    """Refuses head ids that a module does not have, by number."""
-    unknown = sorted(asked - set(ids))
+def check_heads(name: str, heads: set[int], ids: Sequence[int]) -> None:
+    """Refuse head ids that a module does not have."""
+    unknown = sorted(heads - set(ids))
     if unknown:
         raise PlanError(
             f"The plan names head {unknown[0]} of '{name}', which has the {len(ids)} heads "

@@ -16,14 +16,13 @@ class Proof(BaseModel):
 
     Attributes:
         gated_vs_reloaded: Gated original against the cut model read back from disk.
-        control: Gated original against itself with every gate shifted by one head or, where that
-            changes nothing, without the first head of every module; None where no heads are left.
-        rounding: Gated original against itself with every gate moved by one bit: how much the
-            model amplifies rounding.
+        control: Gated original against itself with every gate shifted by one head. Where that
+            changes nothing: without the first head of every module. None without heads.
+        rounding: Gated original against itself with every gate moved by one bit.
         tolerance: Limit of the differences.
         dtype: Element type that the models ran in.
-        cast: Cost of writing in half precision: the model as computed against the one with
-            rounded weights, which is the gated original above.
+        cast: Cost of half precision: the model as computed against the one with rounded
+            weights. The latter is the gated original above.
         probes: The outputs compared, by name.
         seed: Seed of the probe inputs.
     """
@@ -48,12 +47,11 @@ class Proof(BaseModel):
 class TensorProof(BaseModel):
     """Result of a comparison of tensors, where no outputs were compared.
 
-    Every tensor of the result was read back and held, to the bit, the slices of the original that
-    stay, times their gates.
+    Every tensor, read back, equalled to the bit the original's kept slices times their gates.
 
     Attributes:
-        tensors: How many were compared.
-        cut: How many of them lost heads.
+        tensors: Number of compared tensors.
+        cut: Number of tensors that lost heads.
         bytes: Their size on disk.
     """
 
@@ -68,7 +66,7 @@ class StoredOutput(BaseModel):
     """The stored part of one output.
 
     Attributes:
-        size: How many values it has.
+        size: Number of values.
         largest: The largest absolute one.
         positions: Positions in the flat output.
         values: The values there.
@@ -91,7 +89,7 @@ class StoredOutput(BaseModel):
 
 
 class Sample(BaseModel):
-    """The stored part of the gated original's outputs, so that a result can be proven years later.
+    """Samples of the gated original's outputs, to prove a result again later.
 
     Attributes:
         inputs_sha256: Digest of the probe inputs, which are made anew from the seed.

@@ -1,6 +1,6 @@
 """Records of a result: the change, the heads that are left, the proof.
 
-They stand in ``config.headprune`` and in headprune.json, and are checked once, as those are read.
+They stand in ``config.headprune`` and headprune.json, and are checked as these are read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Heads(BaseModel):
 
     @model_serializer
     def as_json(self) -> dict[str, list[int]]:
-        """The entry of the layout."""
+        """Return the entry of the layout."""
         entry = {"query_heads": list(self.query_heads), "kv_heads": list(self.kv_heads)}
         return entry if self.group_sizes is None else {**entry, "group_sizes": [*self.group_sizes]}
 
@@ -73,10 +73,10 @@ class Evidence(_Part):
     """The evidence of a choice of heads.
 
     Attributes:
-        kind: Where it came from: "gates", "scores" or "plan".
+        kind: "gates", "scores" or "plan".
         id: Its id.
-        criterion: Of scores: the criterion that was used.
-        keep: The share or count of heads that was asked for; None where gates or a plan say it.
+        criterion: The criterion of scores.
+        keep: The requested fraction or count of heads; None where gates or a plan decide.
         seed: Seed of the scores or the gates.
     """
 
@@ -107,8 +107,8 @@ class Pruning(_Part):
     """Heads were removed.
 
     Attributes:
-        evidence: What chose them.
-        trained_weights: Whether weights came with the gates: trained beside them, or refitted.
+        evidence: The evidence of the choice.
+        trained_weights: True if the gates came with weights, trained or refitted.
         refit_left_out: Cost of a refit of W_O that was left out for it.
     """
 
@@ -137,9 +137,9 @@ class Merging(_Part):
     """KV heads were merged.
 
     Attributes:
-        merge: How the heads of a group became one.
-        grouping: Which heads share.
-        calibration_tokens: How much text it was calibrated on; 0 without.
+        merge: Name of the merge.
+        grouping: Name of the grouping of heads.
+        calibration_tokens: Tokens of the calibration; 0 without one.
         seed: Random seed.
         ways: Per module path, the way under a budget; None where none was weighed.
     """
@@ -163,7 +163,7 @@ class Healing(_Part):
         after: The same, of the weights that were taken.
         taken_after: Step of the weights that were kept; 0 for the initial ones.
         seed: Seed of the order of the data.
-        optimizer: What moved the weights.
+        optimizer: Name of the optimiser.
         objective: Their loss.
         learning_rate: The highest.
     """
@@ -253,8 +253,8 @@ class ModelChoice(_Part):
         original: The model before.
         contenders: The candidates, the best by the choosing half first; this result is
             the first of them.
-        lead: How much better the first is than the second, as a 95 % interval over the sequences of
-            the other half; None where there is one alone, or one sequence.
+        lead: Lead of the first over the second, as a 95 % interval over the sequences of the
+            other half; None with one candidate or one sequence.
         failed: Failed candidates, with the reason.
     """
 
@@ -269,7 +269,7 @@ class ModelChoice(_Part):
 
     @property
     def chosen(self) -> Contender:
-        """The candidate that was taken."""
+        """The chosen candidate."""
         return self.contenders[0]
 
 

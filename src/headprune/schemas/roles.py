@@ -41,7 +41,7 @@ class RoleScore(_Record):
         score: On all sequences, with the ends of its interval.
         control: The score of the control; None where the role has none.
         state: over: the interval is over the line, and the control under it. nearly: the interval
-            straddles the line. under: everything else.
+            straddles the line. under: all others.
         variant: The offset, kind of token, or relation and direction with that score.
         others: Further relations over their line, and their scores.
     """
@@ -119,7 +119,7 @@ class RoleChange(_Record):
         kept: Heads that are over the line in both.
         lost: Heads that were over it and are gone, or no longer surely over it.
         moved: Heads that are over it now only.
-        is_lost: Whether the original had heads with the role, and none is left.
+        is_lost: True if the original had heads with the role, and none is left.
     """
 
     kept: tuple[RoleHead, ...]
@@ -134,8 +134,8 @@ class SetEffect(_Record):
     Attributes:
         heads: Number of heads.
         rise: Without them.
-        random: Without as many random heads of the same layers, draw by draw, in nats; empty where
-            these layers have no others.
+        random: Per draw, in nats, without an equal number of random heads of the same layers; empty
+            where these layers have no others.
     """
 
     heads: Count
@@ -150,17 +150,17 @@ class RolesRecord(_Record):
         created: UTC time.
         versions: Of headprune, torch and transformers.
         model: The model.
-        data: Where the text came from.
+        data: Source of the text.
         data_sha256: Digest of its files; None for data of the hub.
         trees_sha256: Digest of the treebank; None without one.
-        settings: How it was measured.
+        settings: Settings of the measurement.
         tokens: Tokens of the text that were read.
         roles: Every role that was measured.
         modules: The attention modules, first layer first.
         sets: By role, the effect of its heads together; empty without ablation.
         against: The original that it was compared with.
-        original: What its heads do; empty without one.
-        changes: By role, what became of it; empty without an original.
+        original: Roles of its heads; empty without one.
+        changes: By role, its change; empty without an original.
     """
 
     schema_version: Literal[1] = 1

@@ -1,7 +1,7 @@
-"""The scores folder: what ``score`` writes, and ``plan`` and ``prune`` read.
+"""The scores folder: ``score`` writes it, ``plan`` and ``prune`` read it.
 
-scores.safetensors   one tensor per criterion, one entry per unit, in the order of scores.json
-scores.json          which model, unit and modules; data and settings behind the numbers
+scores.safetensors   one tensor per criterion, one entry per unit, in scores.json's order
+scores.json          model, unit and modules; data and settings of the numbers
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class ScoresMetadata(BaseModel):
         created: UTC time.
         versions: Of headprune, torch and transformers.
         model: The model that was scored.
-        unit: What one score stands for.
+        unit: Unit of a score.
         modules: The attention modules, in the order of the scores.
-        units: How many units each of them has.
+        units: Number of units of each module.
         query_heads: Query heads of these modules.
-        criteria: Per criterion, where it comes from.
-        data: Where the examples came from; None where no criterion needed any.
+        criteria: Per criterion, its source.
+        data: Source of the examples; None where no criterion needed any.
         data_sha256: Digest of these files; None of data of the hub.
-        calibration: How much of them was used.
+        calibration: Settings of the calibration.
         tokens: Tokens that were used.
-        ragged: Whether a cut of these units may leave KV heads with unequal numbers of queries;
-            ``prune`` then needs ``--layout ragged``.
-        refits: Whether W_O can be refitted on that text.
+        ragged: True if a cut may leave KV heads with unequal numbers of queries; ``prune`` then
+            needs ``--layout ragged``.
+        refits: True if W_O can be refitted on that text.
         id: ``Scores.id`` when they were written; None before.
     """
 
@@ -80,19 +80,16 @@ class Scores:
 
     @cached_property
     def id(self) -> str:
-        """SHA-256 of the scores, their model and their settings.
-
-        Their time, and names of model and data, have no part in it.
-        """
-        said = self.metadata.model_dump(
+        """SHA-256 of scores, model and settings, without the time and names of model and data."""
+        content = self.metadata.model_dump(
             mode="json",
             exclude={"id": True, "created": True, "model": {"name"}, "data": {"source"}},
             exclude_none=True,
         )
-        return digest_of({**said, "scores": described(self.scores)})
+        return digest_of({**content, "scores": described(self.scores)})
 
     def of(self, criterion: str | None) -> tuple[str, Tensor]:
-        """The scores of a criterion, and its name; of the only one where none is named.
+        """Return the name and scores of a criterion; None means the only one.
 
         Raises:
             PlanError: If there is none of that name, or several and none is named.
@@ -114,7 +111,7 @@ class Scores:
 
 
 def write_scores(folder: Path, scores: Scores) -> None:
-    """Writes a scores folder, whole or not at all.
+    """Write a scores folder, whole or not at all.
 
     Raises:
         CheckpointError: If it cannot be written.
@@ -127,7 +124,7 @@ def write_scores(folder: Path, scores: Scores) -> None:
 
 
 def read_scores(folder: Path, model: ModelIdentity | None = None) -> Scores:
-    """Reads a scores folder.
+    """Read a scores folder.
 
     Args:
         folder: The folder.
