@@ -372,5 +372,5 @@ def test_other_ways_of_splitting_are_refused(name: str, monkeypatch: pytest.Monk
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "false")
     assert processes.share_of(4) == 4
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    with pytest.raises(HeadpruneError, match="or with --shard with a part"):
+    with pytest.raises(HeadpruneError, match="or a part with --shard"):
         processes.share_of(4)

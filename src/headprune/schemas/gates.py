@@ -1,10 +1,10 @@
 """The gates folder: train-gates writes it, prune reads it.
 
-    gates.safetensors    log_alpha, value and kept: one entry per unit, in gates.json's order
-    gates.json           model, unit and modules; training and data
-    weights.safetensors  trained weights, if there are any
-    history.jsonl        one record per step
-    config.yaml          the resolved settings
+gates.safetensors    log_alpha, value and kept: one entry per unit, in gates.json's order
+gates.json           model, unit and modules; training and data
+weights.safetensors  trained weights, if there are any
+history.jsonl        one record per step
+config.yaml          the resolved settings
 """
 
 from __future__ import annotations
