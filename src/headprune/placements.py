@@ -26,12 +26,12 @@ class Placement(str, Enum):
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _PlacementChoice:
     placement: Placement
     say: Callable[[str], None]
 
 
-_CHOICE: ContextVar[_Choice | None] = ContextVar("placement", default=None)
+_CHOICE: ContextVar[_PlacementChoice | None] = ContextVar("placement", default=None)
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def placing(placement: Placement, say: Callable[[str], None] = lambda line: None
     before = _CHOICE.get()
     if placement is Placement.AUTO and before is not None:
         placement = before.placement
-    token = _CHOICE.set(_Choice(placement, say))
+    token = _CHOICE.set(_PlacementChoice(placement, say))
     try:
         yield
     finally:
