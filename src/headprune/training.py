@@ -43,6 +43,7 @@ from headprune.resuming import HISTORY, STATE, Run, unwritable
 from headprune.tensors.shards import own_part, split_as, whole
 
 WEIGHTS, OPTIMIZER, SCHEDULER = "model.safetensors", "optimizer-{}.pt", "scheduler.pt"
+_EVERY = 10  # steps whose numbers are taken from a GPU together
 _DAMAGE = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, LookupError, ValueError)
 
 
@@ -67,6 +68,7 @@ def training_arguments(
             save_steps=save_every or max(1, steps // 10),
             save_total_limit=2,
             logging_strategy="no",
+            logging_nan_inf_filter=False,  # it asks the device for every loss
             report_to="none",
             disable_tqdm=True,
             remove_unused_columns=False,
@@ -90,7 +92,8 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
         remedies: Advice where a number is not finite: before any step, and later.
 
     Attributes:
-        last_loss: Loss of the last step.
+        step_loss: Loss of the last step, on its device.
+        last_loss: Loss of the last step that was recorded.
         before: Held-out loss before training; the best checkpoint is below it.
     """
 
@@ -99,6 +102,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
         self.args.save_only_model = False
         self.remove_callback(PrinterCallback)
         self.remedies = remedies
+        self.step_loss = torch.tensor(math.nan)
         self.last_loss = self.before = math.nan
 
     def held_out(self) -> float | None:
@@ -133,10 +137,9 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
         write_whole(folder / HISTORY, "".join(lines))
         return folder / HISTORY
 
-    def broken(self, what: str, trained: bool = True) -> TrainingError:
-        """Return the error of a number that is not finite at this step."""
-        step, steps = self.state.global_step, self.args.max_steps
-        remedy = self.remedies[trained]
+    def broken(self, what: str, step: int, trained: bool = True) -> TrainingError:
+        """Return the error of a number that is not finite at a step."""
+        steps, remedy = self.args.max_steps, self.remedies[trained]
         return TrainingError(f"Training broke down: {what} step {step} of {steps}. {remedy}")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any = None) -> None:
@@ -163,7 +166,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
         trained = self.model.trained_state()
         bad = first_infinite({name: own_part(tensor) for name, tensor in trained.items()})
         if bad := next(filter(None, processes.gathered(bad)), None):
-            raise self.broken(f"'{bad}' is not finite after")
+            raise self.broken(f"'{bad}' is not finite after", self.state.global_step)
         text, order = header({name: (t.dtype, tuple(t.shape)) for name, t in trained.items()})
         tensors = (whole(trained[name]).cpu() for name in order)
         if processes.is_main():
@@ -263,7 +266,8 @@ def first_infinite(tensors: Mapping[str, Tensor]) -> str | None:
 class HistoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Keep a record of every step, report it, and stop on request.
 
-    All processes keep the same record and stop at the same step.
+    All processes keep the same record and stop at the same step. Numbers are taken from a GPU a few
+    steps at a time: it need not wait for the host in between.
 
     Args:
         trainer: The trainer it serves.
@@ -278,10 +282,18 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self.step = step
         self.should_stop = should_stop
         self.interrupted = False
+        self.every = 1 if trainer.args.device.type == "cpu" else _EVERY
+        self.pending: list[dict[str, Any]] = []
 
     def record(self, state: TrainerState) -> dict[str, Any]:
-        """Return the entry of the step in the history."""
-        return {"step": state.global_step, "steps": state.max_steps, "loss": self.trainer.last_loss}
+        """Return the entry of the step in the history; numbers may be on the device."""
+        return {"step": state.global_step, "steps": state.max_steps, "loss": self.trainer.step_loss}
+
+    def check(self, record: dict[str, Any]) -> None:
+        """Refuse the entry of a step with a loss that is not finite."""
+        if not math.isfinite(record["loss"]):
+            what, step = f"the loss is {record['loss']} at", record["step"]
+            raise self.trainer.broken(what, step, trained=step > 1)
 
     def numbers(self, record: Mapping[str, Any]) -> str:
         """Return the text of the step in a progress bar."""
@@ -298,17 +310,31 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         Raises:
             TrainingError: If a number is not finite.
         """
-        (self.trainer.last_loss,) = processes.mean([self.trainer.last_loss])
-        if not math.isfinite(self.trainer.last_loss):
-            trained = state.global_step > 1
-            raise self.trainer.broken(f"the loss is {self.trainer.last_loss} at", trained)
-        record = self.record(state)
-        state.log_history.append(record)
-        if processes.is_main():
-            self.step(state.global_step, state.max_steps, self.numbers(record))
+        self.pending.append(self.record(state))
+        due = control.should_save or control.should_training_stop
+        due = due or state.global_step % self.every == 0
+        if not due and (processes.count() > 1 or not self.should_stop()):
+            return
+        self._take(state)
         (stop,) = processes.mean([float(self.should_stop())])
         if stop:
             self.interrupted = control.should_save = control.should_training_stop = True
+
+    def _take(self, state: TrainerState) -> None:
+        """Take pending numbers from the device, all at once, and report the last step."""
+        records, self.pending = self.pending, []
+        places = [(r, n) for r in records for n, value in r.items() if isinstance(value, Tensor)]
+        numbers = torch.stack([r[n].float() for r, n in places]).tolist()
+        for (record, name), number in zip(places, numbers, strict=True):
+            record[name] = number
+        losses = processes.mean([record["loss"] for record in records])
+        for record, loss in zip(records, losses, strict=True):
+            record["loss"] = loss
+            self.check(record)
+            state.log_history.append(record)
+        self.trainer.last_loss = losses[-1]
+        if processes.is_main():
+            self.step(state.global_step, state.max_steps, self.numbers(records[-1]))
 
 
 def train(

@@ -175,16 +175,18 @@ class Candidate:
     Attributes:
         name: Its name.
         way: Its maker.
+        fallback: It is made only where no other is there, or the refit of the best was left out.
     """
 
     name: str
     way: Maker
+    fallback: bool = False
 
 
 def _removing(unit: Unit, name: str) -> tuple[Candidate, ...]:
     return (
         Candidate(f"{name}, compensated, refit", RemoveHeads(unit, "compensated", refit=True)),
-        Candidate(f"{name}, fisher", RemoveHeads(unit, "fisher", refit=False)),
+        Candidate(f"{name}, fisher", RemoveHeads(unit, "fisher", refit=False), fallback=True),
     )
 
 

@@ -43,13 +43,14 @@ from headprune.io.outputs import claimed, whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
 from headprune.model.batch import most_tokens
 from headprune.model.loading import CLASSIFIERS, UNMEASURED, task_of
-from headprune.model.open import open_model
+from headprune.model.open import Model, open_model
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.constraints import constraints_of
 from headprune.result.card import write_card
 from headprune.result.write import Proposal, Pruned, write
 from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
+from headprune.surgery.edit import Edit
 
 _OF_RUNNING_TEXT = ("causal-lm", "masked-lm")  # cut into sequences
 _SEQUENCES = 8  # at least: one of eight chooses the ridge of fits to the others
@@ -195,25 +196,29 @@ class _Compression:
             config.held_out_tokens,
             sequences_per_pass(config.batch_size, self.judged),
         )
-        selection = Selection(held_out, config.seed, self.context.step, self.goal)
         self.context.stage("measuring the original")
-        selection.begin(self.model)
+        selection = Selection(self.model, held_out, config.seed, self.context.step, self.goal)
         with reserved(beside(output, "{}-candidates")) as work:
             work.mkdir()
             job = self._job(work)
             best = self._best(job, selection)
             if config.heal_steps is None:
-                done = self._written(best, output, selection.concluded())
+                choice = self._concluded(selection, best.edit)
+                done = self._written(best, output, choice)
             else:
-                done = self._healed(best, job, selection, work)
-                choice = selection.concluded()
+                done, healed = self._healed(best, job, selection, work)
+                choice = self._concluded(selection, healed or best.edit)
                 manifest = amend_manifest(done.output, choice=choice)
                 write_card(done.output, output.name, done.plan, manifest)
                 with whole_folder(output) as folder:
                     for entry in done.output.iterdir():
                         entry.rename(folder / entry.name)
                 done = replace(done, output=output, manifest=manifest)
-        return Compressed(done, selection.concluded(), self._unseen_beyond(done))
+        return Compressed(done, choice, self._unseen_beyond(done))
+
+    def _concluded(self, selection: Selection, best: Edit | Model) -> ModelChoice:
+        self.context.stage("measuring the best on the other half of the text")
+        return selection.conclude(best)
 
     def _job(self, work: Path) -> Job:
         config, healing = self.config, self._healing()
@@ -229,6 +234,8 @@ class _Compression:
         best: Proposal | None = None
         errors: list[Exception] = []
         for number, candidate in enumerate(self.candidates, start=1):
+            if candidate.fallback and best is not None and not _left_out(best):
+                continue
             where = f"{number}/{len(self.candidates)} {candidate.name}"
 
             def stage(what: str, where: str = where) -> None:
@@ -240,7 +247,7 @@ class _Compression:
                 proposal = candidate.way.make(job, replace(self.context, stage=stage))
                 seconds, name = time.monotonic() - began, _name(candidate, proposal)
                 stage("measuring")
-                if selection.add(name, self.model, proposal.edit, seconds):
+                if selection.add(name, proposal.edit, seconds):
                     best = proposal
             except Exception as error:  # memory runs out in several kinds; others are raised
                 if not is_its_own(error):
@@ -281,8 +288,14 @@ class _Compression:
             HealConfig, steps=steps, seq_len=length, batch_size=usual.batch_size
         )
 
-    def _healed(self, proposal: Proposal, job: Job, selection: Selection, work: Path) -> Pruned:
-        """Write the best candidate and heal it; return the one nearer to the original."""
+    def _healed(
+        self, proposal: Proposal, job: Job, selection: Selection, work: Path
+    ) -> tuple[Pruned, Model | None]:
+        """Write the best candidate and heal it.
+
+        Returns:
+            The one nearer to the original, and its model if that is the healed one.
+        """
         best = self._written(proposal, work / "best")
         healing, unhealed = self._healing(), selection.contenders[0]
         assert healing is not None
@@ -301,11 +314,11 @@ class _Compression:
             if not healed.taken_after:
                 why = "Healing brought it no nearer to the original: try more steps."
                 selection.failed[name] = why
-                return best
+                return best, None
             self.context.stage("measuring the healed model")
             seconds = time.monotonic() - began
             result = open_model(healed.pruned.output, self.config.dtype, self.context.allowed)
-            better = selection.add_result(name, result, seconds)
+            better = selection.add(name, result, seconds)
         except Interrupted:
             raise Interrupted(
                 "Stopped while healing; nothing was written, and compress starts anew."
@@ -314,8 +327,8 @@ class _Compression:
             if not isinstance(error, HeadpruneError) and _machine_ran_out(error) is None:
                 raise
             selection.failed[name] = _why(error)
-            return best
-        return healed.pruned if better else best
+            return best, None
+        return (healed.pruned, result) if better else (best, None)
 
 
 def _machine_ran_out(error: Exception) -> str | None:
@@ -335,9 +348,13 @@ def _why(error: Exception) -> str:
 
 def _name(candidate: Candidate, proposal: Proposal) -> str:
     """Return the name of a candidate, once it is known whether its refit helped."""
+    return f"{candidate.name} (left out)" if _left_out(proposal) else candidate.name
+
+
+def _left_out(proposal: Proposal) -> bool:
+    """Return whether a refit was left out, as it did not help."""
     done = proposal.changes.done
-    left_out = isinstance(done, Pruning) and done.refit_left_out is not None
-    return f"{candidate.name} (left out)" if left_out else candidate.name
+    return isinstance(done, Pruning) and done.refit_left_out is not None
 
 
 def _refuse_unfit(task: str, data: Sequence[DataConfig]) -> None:

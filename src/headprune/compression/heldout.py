@@ -25,11 +25,10 @@ from headprune.evaluation.recall import copying_losses
 from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
 
 _ROWS = 8  # held-out rows, at least: half of them choose
-_COPIES = 8  # sequences of random tokens, each twice
+_COPIES = 4  # sequences of random tokens, each twice
 _RUNNING = ("causal-lm", "masked-lm")
 
-Part = tuple[str, bool]  # name of a text, and whether the part reports: else it chooses
-Outputs = Mapping[Part, Floats]
+Outputs = Mapping[str, Floats]  # by text
 Progress = Callable[[int, int], None]
 
 
@@ -128,35 +127,33 @@ class HeldOut:
         if self.task not in _RUNNING:
             _refuse_few(rows)
         share = -(-tokens // len(held_out))
-        self.rows = {part: _some(some, share) for part, some in rows.items()}
-        ids = (ids for some in self.rows.values() for ids in some["input_ids"])
-        self.tokens = sum(map(len, ids))
+        some = {part: _some(each, share) for part, each in rows.items()}
+        self.choose, self.report = (
+            {text: each for (text, reports), each in some.items() if reports == half}
+            for half in (False, True)
+        )
+        self.tokens = sum(len(ids) for each in some.values() for ids in each["input_ids"])
 
-    def outputs(self, net: PreTrainedModel, progress: Progress) -> Outputs:
-        """Return the outputs on every part: losses and tokens, labels, or embeddings."""
-        done, total, outputs = 0, sum(map(len, self.rows.values())), {}
-        for part, rows in self.rows.items():
+    def outputs(
+        self, net: PreTrainedModel, half: Mapping[str, Dataset], progress: Progress
+    ) -> Outputs:
+        """Return losses and tokens, labels, or embeddings on ``choose`` or ``report``."""
+        done, total, outputs = 0, sum(map(len, half.values())), {}
+        for text, rows in half.items():
 
             def step(some: int, _: int, before: int = done) -> None:
                 progress(before + some, total)
 
-            outputs[part] = self._outputs(net, rows, step)
+            outputs[text] = self._outputs(net, rows, step)
             done += len(rows)
         return outputs
 
-    def compared(self, model: Outputs, original: Outputs, reports: bool) -> dict[str, Floats]:
-        """Compare a model with the original, sequence by sequence; see ``Measure.rows``.
-
-        Args:
-            model: Outputs of a model.
-            original: Outputs of the original.
-            reports: Take the reporting parts, not the choosing ones.
-        """
-        return {
-            part[0]: self.measure.rows(model[part], original[part])
-            for part in original
-            if part[1] == reports
-        }
+    def nearness(self, model: Outputs, original: Outputs) -> tuple[float, dict[str, float]]:
+        """Return how near a model comes to the original: on all texts together, and on each."""
+        by_text = {text: self.measure.rows(model[text], original[text]) for text in original}
+        number = self.measure.number
+        whole = float(number(np.concatenate(list(by_text.values()))))
+        return whole, {text: float(number(rows)) for text, rows in by_text.items()}
 
     def copying(self, net: PreTrainedModel, seed: int) -> float | None:
         """Mean loss on the second of two equal runs of random tokens, of models that generate."""
@@ -216,7 +213,7 @@ class HeldOut:
         return np.stack([losses.nll_nats, losses.tokens], axis=1)
 
 
-def _refuse_few(rows: Mapping[Part, Dataset]) -> None:
+def _refuse_few(rows: Mapping[tuple[str, bool], Dataset]) -> None:
     counts = [sum(len(some) for part, some in rows.items() if part[1] is r) for r in (False, True)]
     if min(counts) < _ROWS // 2:
         raise DataError(

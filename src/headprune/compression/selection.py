@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from headprune.compression.goals import SizeGoal
-from headprune.compression.heldout import HeldOut, Measure, Outputs
-from headprune.evaluation.comparison import bootstrap
-from headprune.evaluation.metrics import Floats
+from headprune.compression.heldout import HeldOut
 from headprune.model.attention import attention_of
 from headprune.model.cost import GENERATES, kv_cache_elements_per_token
 from headprune.model.loading import task_of
@@ -22,8 +19,6 @@ from headprune.schemas.records import Contender, ModelChoice
 from headprune.surgery.edit import Edit, sketch, trying
 
 ORIGINAL = "original"
-CONFIDENCE = 0.95
-_RESAMPLES = 2000
 Progress = Callable[[int, int], None]
 
 
@@ -31,135 +26,90 @@ class Selection:
     """Measures models beside the original, and ranks them.
 
     Args:
+        model: The original.
         held_out: The text that they are measured on.
         seed: Seed of all draws.
         progress: Called with sequences done and sequences in all.
         goal: What may stay.
     """
 
-    def __init__(self, held_out: HeldOut, seed: int, progress: Progress, goal: SizeGoal) -> None:
-        self.held_out, self.measure, self._goal = held_out, held_out.measure, goal
+    def __init__(
+        self, model: Model, held_out: HeldOut, seed: int, progress: Progress, goal: SizeGoal
+    ) -> None:
+        self.model, self.held_out, self._goal = model, held_out, goal
         self._seed, self._progress = seed, progress
         self.contenders: list[Contender] = []
-        self._rows: dict[str, Floats] = {}  # by contender: how near it comes, by reporting sequence
         self.failed: dict[str, str] = {}
+        self._original = held_out.outputs(model.net, held_out.choose, progress)
 
-    def begin(self, model: Model) -> None:
-        """Measure the original, which all others are compared with."""
-        self._outputs = self.held_out.outputs(model.net, self._progress)
-        copying = self.held_out.copying(model.net, self._seed)
-        stored = model.result_dtypes().default
-        self.original = self._measured(ORIGINAL, self._outputs, copying, model.net, stored, 0.0)
-
-    def add(self, name: str, model: Model, edit: Edit, seconds: float) -> bool:
-        """Measure an edit in memory; return whether it meets the goal and is the best so far.
+    def add(self, name: str, changed: Edit | Model, seconds: float) -> bool:
+        """Measure a candidate; return whether it meets the goal and is the best so far.
 
         Args:
             name: Name of the candidate.
-            model: The model.
-            edit: The edit.
+            changed: An edit, which is tried in memory, or a model that was written.
             seconds: Time that it took.
         """
-        with trying(model.net, edit):
-            outputs = self.held_out.outputs(model.net, self._progress)
-            copying = self.held_out.copying(model.net, self._seed)
-        stored = model.result_dtypes().default
-        return self._add(name, outputs, copying, sketch(model, edit), stored, seconds)
-
-    def add_result(self, name: str, model: Model, seconds: float) -> bool:
-        """Measure a model that was written; see ``add``."""
-        outputs = self.held_out.outputs(model.net, self._progress)
-        copying = self.held_out.copying(model.net, self._seed)
-        return self._add(name, outputs, copying, model.net, model.result_dtypes().default, seconds)
-
-    def _add(
-        self,
-        name: str,
-        outputs: Outputs,
-        copying: float | None,
-        net: PreTrainedModel,
-        stored: torch.dtype,
-        seconds: float,
-    ) -> bool:
-        found = self._measured(name, outputs, copying, net, stored, seconds)
-        missed = self._goal.missed(found)
+        with self._as(changed) as net:
+            outputs = self.held_out.outputs(net, self.held_out.choose, self._progress)
+        nearness, _ = self.held_out.nearness(outputs, self._original)
+        if isinstance(changed, Edit):
+            net, stored = sketch(self.model, changed), self.model.result_dtypes().default
+        else:
+            net, stored = changed.net, changed.result_dtypes().default
+        contender = _contender(name, net, stored, chosen_by=nearness, seconds=seconds)
+        missed = self._goal.missed(contender)
         if missed is not None:
             self.failed[name] = missed
             return False
-        self.contenders.append(found)
-        self.contenders.sort(key=self._cost)  # of equals, the first stays before the others
-        return self.contenders[0] is found
+        self.contenders.append(contender)
+        sign = -1 if self.held_out.measure.higher_is_better else 1
+        self.contenders.sort(key=lambda one: sign * one.chosen_by)  # of equals, the first stays
+        return self.contenders[0] is contender
 
-    def concluded(self) -> ModelChoice:
-        """The record of it."""
+    def conclude(self, best: Edit | Model) -> ModelChoice:
+        """Measure the best contender on the other half of the text; return the record of all."""
+        facts, wanted = [], None
+        for changed in (self.model, best):
+            with self._as(changed) as net:
+                outputs = self.held_out.outputs(net, self.held_out.report, self._progress)
+                copying = self.held_out.copying(net, self._seed)
+            wanted = outputs if wanted is None else wanted
+            whole, by_text = self.held_out.nearness(outputs, wanted)
+            facts.append({"held_out": whole, "by_text": by_text, "copying_nll": copying})
+        net, stored = self.model.net, self.model.result_dtypes().default
+        chosen_by, _ = self.held_out.nearness(self._original, self._original)
+        original = _contender(ORIGINAL, net, stored, chosen_by=chosen_by, seconds=0.0)
+        first, *others = self.contenders
         return ModelChoice(
             goal=self._goal.said,
-            measure=self.measure.name,
-            higher_is_better=self.measure.higher_is_better,
+            measure=self.held_out.measure.name,
+            higher_is_better=self.held_out.measure.higher_is_better,
             held_out_tokens=self.held_out.tokens,
-            original=self.original,
-            contenders=tuple(self.contenders),
-            lead=self._lead(),
+            original=original.model_copy(update=facts[0]),
+            contenders=(first.model_copy(update=facts[1]), *others),
             failed=self.failed,
         )
 
-    def _lead(self) -> tuple[float, float] | None:
-        two = [self._rows[one.name] for one in self.contenders[:2]]
-        return lead(self.measure, *two) if len(two) == 2 else None
-
-    def _cost(self, contender: Contender) -> tuple[float, float]:
-        cost = -contender.chosen_by if self.measure.higher_is_better else contender.chosen_by
-        return cost, contender.copying_nll or 0.0
-
-    def _measured(
-        self,
-        name: str,
-        outputs: Outputs,
-        copying: float | None,
-        net: PreTrainedModel,
-        stored: torch.dtype,
-        seconds: float,
-    ) -> Contender:
-        choosing, by_text = (
-            self.held_out.compared(outputs, self._outputs, reports) for reports in (False, True)
-        )
-        self._rows[name] = np.concatenate(list(by_text.values()))
-        number = self.measure.number
-        attentions, cached = attention_of(net), 0
-        if task_of(net) in GENERATES:
-            cached = kv_cache_elements_per_token(net) * stored.itemsize
-        return Contender(
-            name=name,
-            chosen_by=float(number(np.concatenate(list(choosing.values())))),
-            held_out=float(number(self._rows[name])),
-            by_text={text: float(number(rows)) for text, rows in by_text.items()},
-            copying_nll=copying,
-            parameters=net.num_parameters(),
-            kv_cache_bytes_per_token=cached,
-            query_heads=sum(a.query_heads for a in attentions),
-            kv_heads=sum(a.kv_heads for a in attentions),
-            seconds=seconds,
-        )
+    @contextmanager
+    def _as(self, changed: Edit | Model) -> Iterator[PreTrainedModel]:
+        """Yield a model that computes as a candidate does."""
+        if isinstance(changed, Edit):
+            with trying(self.model.net, changed):
+                yield self.model.net
+        else:
+            yield changed.net
 
 
-def lead(measure: Measure, first: Floats, second: Floats) -> tuple[float, float] | None:
-    """Return the lead of one model over another, as an interval over held-out sequences.
-
-    Args:
-        measure: Their measure.
-        first: Rows of the one, (sequences, 2), as of ``Measure.rows``.
-        second: Rows of the other, of the same sequences.
-
-    Returns:
-        Both ends; None where there is too little to draw from.
-    """
-    if len(first) < 2:
-        return None
-    sign = 1 if measure.higher_is_better else -1
-
-    def difference(drawn: NDArray[np.int64]) -> Any:
-        return sign * (measure.number(first[drawn]) - measure.number(second[drawn]))
-
-    one_text = np.zeros(len(first), np.int64)
-    found = bootstrap(difference, len(first), _RESAMPLES, CONFIDENCE, 0, documents=one_text)
-    return (found.low, found.high) if found.is_finite else None
+def _contender(name: str, net: PreTrainedModel, stored: torch.dtype, **facts: Any) -> Contender:
+    attentions, cached = attention_of(net), 0
+    if task_of(net) in GENERATES:
+        cached = kv_cache_elements_per_token(net) * stored.itemsize
+    return Contender(
+        name=name,
+        parameters=net.num_parameters(),
+        kv_cache_bytes_per_token=cached,
+        query_heads=sum(a.query_heads for a in attentions),
+        kv_heads=sum(a.kv_heads for a in attentions),
+        **facts,
+    )

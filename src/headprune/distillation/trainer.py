@@ -96,7 +96,7 @@ class HealTrainer(ResumableTrainer):
     ) -> Tensor:
         """Return the loss of a batch."""
         loss: Tensor = model(inputs)
-        self.last_loss = loss.item()
+        self.step_loss = loss.detach()
         return loss
 
 

@@ -95,16 +95,15 @@ def example_losses(
         )
     labels = batch["labels"]
     logits = run_model(model, batch, head=True).logits
-    labels = labels.to(logits.device)
     if task == "classification":
-        return F.cross_entropy(in_float32(logits), labels, reduction="none")
+        return F.cross_entropy(in_float32(logits), labels.to(logits.device), reduction="none")
     if task in ("multi-label", "regression"):
         logits = in_float32(logits)
         labels = labels.view_as(logits).to(logits)
         loss = F.mse_loss if task == "regression" else F.binary_cross_entropy_with_logits
         return loss(logits, labels, reduction="none").mean(-1)
     if "attention_mask" in batch and "decoder_input_ids" not in batch:
-        labels = labels.masked_fill(batch["attention_mask"].to(labels.device) == 0, -100)
+        labels = labels.masked_fill(batch["attention_mask"] == 0, -100)
     if task == "causal-lm":
         logits, labels = logits[:, :-1], labels[:, 1:]
     scored = labels != -100
@@ -113,7 +112,7 @@ def example_losses(
         raise DataError(
             f"Example {row} of a batch has no tokens to score, only padding. Leave empty texts out."
         )
-    told = in_float32(logits)
+    labels, scored, told = labels.to(logits.device), scored.to(logits.device), in_float32(logits)
     # cross_entropy wants the vocabulary second, where its sums are slow and less exact
     right = told.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     mean: Tensor = (told.logsumexp(-1) - right).masked_fill(~scored, 0.0).sum(1) / scored.sum(1)

@@ -150,6 +150,7 @@ def collect(
     if not needs & IN_PASS:
         return result
     collector = _Collector(attentions, needs)
+    finite = _Finite()
     trainable = [p for p in model.parameters() if p.requires_grad]
     model.requires_grad_(False)
     try:
@@ -162,10 +163,11 @@ def collect(
                     example_losses(model, task_of(model), batch, seed).sum().backward()
                 else:
                     run_model(model, batch)
-                collector.finish(number)
+                collector.finish(number, finite)
     finally:
         for parameter in trainable:
             parameter.requires_grad_(True)
+    finite.confirm()
     for statistics, sums in zip(result, collector.sums, strict=True):
         statistics.runs = len(sums.live)
         statistics.collected |= sums.finished(needs, statistics)
@@ -186,19 +188,19 @@ class _Sums:
     live: list[Tensor] = field(default_factory=list)  # gates of this batch, one per run
 
     def finished(self, needs: frozenset[Need], statistics: Statistics) -> dict[Need, Any]:
-        """Return the statistics; zeros for a module that did not run."""
+        """Return the statistics, but for the Gram on the CPU; zeros where no module ran."""
         weight = statistics.output_weight
         heads, hidden, head_dim = self.heads, weight.shape[1], weight.shape[-1]
         zeros = partial(torch.zeros, dtype=torch.float64)
-        nothing = zeros(heads, head_dim)
+        seen = self.activations or Activations(zeros(heads, head_dim), zeros(heads, head_dim), 0)
         total, count = self.attention
         every: dict[Need, Any] = {
-            "gradients": torch.cat(self.gradients) if self.gradients else zeros(1, heads),
-            "activations": self.activations or Activations(nothing, nothing, 0),
+            "gradients": torch.cat(self.gradients).cpu() if self.gradients else zeros(1, heads),
+            "activations": Activations(seen.sums.cpu(), seen.squares.cpu(), seen.tokens),
             "gram": self.gram,
-            "curvature": (zeros(hidden) if self.curvature is None else self.curvature)
+            "curvature": (zeros(hidden) if self.curvature is None else self.curvature.cpu())
             / max(self.tokens, 1),
-            "attention": (zeros(heads) + total) / max(count, 1),
+            "attention": (zeros(heads) + torch.as_tensor(total).cpu()) / max(count, 1),
         }
         return {need: value for need, value in every.items() if need in needs}
 
@@ -239,13 +241,13 @@ class _Collector:
         for sums in self.sums:
             sums.live = []
 
-    def finish(self, number: int) -> None:
-        """Take the gradients of a batch, and refuse numbers that are not finite."""
+    def finish(self, number: int, finite: _Finite) -> None:
+        """Take the gradients of a batch, and note whether its numbers are finite."""
         modules = list(zip(self.attentions, self.sums, strict=True))
         for attention, sums in modules:
             seen = sums.activations
             if seen is not None:  # before any gradient: one wrong activation spoils all of them
-                _refuse_not_finite(seen.squares, "An activation", attention, number)
+                finite.note(seen.squares, "An activation", attention, number)
             runs = seen is not None and seen.tokens > 0
             if "attention" in self.needs and runs and not sums.attention[1]:
                 raise PlanError(
@@ -256,8 +258,8 @@ class _Collector:
             # a module that runs more than once has a gate at every run
             rows = [gate.grad for gate in sums.live if gate.grad is not None]
             if rows:
-                summed = torch.stack(rows).sum(0).double().cpu()
-                _refuse_not_finite(summed, "A gradient", attention, number)
+                summed = torch.stack(rows).sum(0).double()
+                finite.note(summed, "A gradient", attention, number)
                 sums.gradients.append(summed)
 
     def _on_inputs(
@@ -281,7 +283,7 @@ class _Collector:
                 sums.tokens += len(heads)
                 total = heads.sum(0, dtype=torch.float64)
                 squares = heads.square().sum(0, dtype=torch.float64)
-                new = Activations(total.cpu(), squares.cpu(), len(heads))
+                new = Activations(total, squares, len(heads))
                 sums.activations = new if sums.activations is None else sums.activations + new
                 if "gram" in self.needs:
                     gram = outer_sum(rows, rows)
@@ -306,7 +308,7 @@ class _Collector:
             largest = weights.amax(-1).transpose(1, 2)  # (batch, length, heads)
             rows = real_tokens(largest, token_mask(self.batch, attention.kind))
             total, count = sums.attention
-            sums.attention = total + rows.double().sum(0).cpu(), count + len(rows)
+            sums.attention = total + rows.double().sum(0), count + len(rows)
 
         return hook
 
@@ -318,7 +320,7 @@ class _Collector:
 
 def _on_outputs(sums: _Sums) -> Callable[[nn.Module, Any, Tensor], None]:
     def summed(gradient: Tensor) -> None:
-        new = gradient.detach().double().square().flatten(0, -2).sum(0).cpu()
+        new = gradient.detach().double().square().flatten(0, -2).sum(0)
         sums.curvature = new if sums.curvature is None else sums.curvature + new
 
     def hook(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -334,12 +336,27 @@ def first_not_finite(values: Tensor) -> tuple[int, ...] | None:
     return tuple(wrong.nonzero()[0].tolist()) if bool(wrong.any()) else None
 
 
-def _refuse_not_finite(values: Tensor, what: str, attention: Attention, number: int) -> None:
-    if first_not_finite(values) is not None:
-        raise DataError(
-            f"{what} in '{attention.path}' in batch {number} (counted from 0) is not finite: the "
-            "model overflows in this dtype or its weights are damaged. Try --config dtype=float32."
-        )
+class _Finite:
+    """Whether numbers of a pass are finite: noted on their device, and asked for once."""
+
+    def __init__(self) -> None:
+        self._flags: list[Tensor] = []
+        self._sentences: list[str] = []
+
+    def note(self, values: Tensor, what: str, attention: Attention, number: int) -> None:
+        """Note it for some values of a batch."""
+        self._flags.append(values.isfinite().all())
+        self._sentences.append(f"{what} in '{attention.path}' in batch {number}")
+
+    def confirm(self) -> None:
+        """Refuse numbers that are not; raise DataError for the first."""
+        known = torch.stack(self._flags).tolist() if self._flags else []
+        for said, finite in zip(self._sentences, known, strict=True):
+            if not finite:
+                raise DataError(
+                    f"{said} (counted from 0) is not finite: the model overflows in this dtype or "
+                    "its weights are damaged. Try --config dtype=float32."
+                )
 
 
 def _output_weight(attention: Attention) -> Tensor:

@@ -27,13 +27,12 @@ class Gates(nn.Module):
         log_alpha: Location of every gate, shape (units,), float32.
         scale: Factor of every gate once the heads are chosen, shape (units,).
         kept: Units that stay, shape (units,).
-        chosen: Whether the heads are chosen.
+        chosen: Whether the heads are chosen; on the host, as every step asks.
     """
 
     log_alpha: nn.Parameter
     scale: nn.Parameter
     kept: Bool[Tensor, " units"]
-    chosen: Bool[Tensor, ""]
     unit_of_head: Int[Tensor, " heads"]
     sizes: Float[Tensor, " units"]
 
@@ -63,7 +62,7 @@ class Gates(nn.Module):
         self.register_buffer("sizes", torch.bincount(self.unit_of_head, minlength=units).float())
         self.unit_sizes: list[int] = self.sizes.int().tolist()  # known without asking a device
         self.register_buffer("kept", torch.ones(units, dtype=torch.bool))
-        self.register_buffer("chosen", torch.tensor(False))
+        self.chosen = torch.tensor(False)
         self._gates: Tensor | None = None
 
     def sample(self, batch: int) -> None:

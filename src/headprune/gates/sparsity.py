@@ -21,11 +21,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from headprune.gates.gates import Gates
 from headprune.tensors import hard_concrete
 from headprune.tensors.selection import keep_best
+
+_PARTS, _ROUNDS = 64, 4  # of an interval at a time: what is left of it is beyond float32
 
 
 class Sparsity(ABC):
@@ -118,14 +121,19 @@ def _bound(gates: Gates, log_alpha: Tensor) -> None:
     gates.log_alpha.copy_(log_alpha.clamp(-hard_concrete.BOUND, hard_concrete.BOUND))
 
 
-def multiplier(gates: Gates, target: float) -> float:
-    """Return ``mu`` with ``sum size share(clamp(log_alpha - mu)) = target``, by bisection."""
-    log_alpha, sizes = gates.log_alpha.detach().cpu().double(), gates.sizes.cpu()
+def multiplier(gates: Gates, target: float) -> Float[Tensor, ""]:
+    """Return ``mu`` with ``sum size share(clamp(log_alpha - mu)) = target``.
+
+    The count falls as ``mu`` grows: an interval is narrowed, without asking the device.
+    """
+    log_alpha, sizes = gates.log_alpha.detach(), gates.sizes
     bound = hard_concrete.BOUND
-    low, high = float(log_alpha.min()) - bound, float(log_alpha.max()) + bound
-    for _ in range(64):
-        middle = (low + high) / 2
-        shifted = (log_alpha - middle).clamp(-bound, bound)
-        open_ = hard_concrete.open_share(shifted, gates.temperature)
-        low, high = (middle, high) if float((open_ * sizes).sum()) > target else (low, middle)
+    low, high = log_alpha.min() - bound, log_alpha.max() + bound
+    parts = torch.linspace(0, 1, _PARTS + 1, device=log_alpha.device)
+    for _ in range(_ROUNDS):
+        places = torch.lerp(low, high, parts)
+        shifted = (log_alpha - places[:, None]).clamp(-bound, bound)
+        above = hard_concrete.open_share(shifted, gates.temperature) @ sizes > target
+        last = above.sum()[None]  # of the places above the target comes before this one
+        low, high = places.take((last - 1).clamp(min=0))[0], places.take(last)[0]
     return (low + high) / 2

@@ -18,7 +18,7 @@ from headprune.gates.sparsity import Sparsity
 from headprune.model.batch import Batch
 from headprune.model.losses import LossModule
 from headprune.runtime.modeling_headprune import Attention
-from headprune.training import HistoryCallback, ResumableTrainer, first_infinite
+from headprune.training import HistoryCallback, ResumableTrainer
 
 
 class GatedModel(LossModule):
@@ -50,7 +50,8 @@ class GatedModel(LossModule):
         """Return the gates, and the weights that are trained or refitted, by name."""
         refitted = set(map(id, self.refitted))
         weights = {n: p.detach() for n, p in self.named_parameters() if id(p) in refitted}
-        gates = {f"gates.{name}": tensor for name, tensor in self.gates.state_dict().items()}
+        state = self.gates.state_dict() | {"chosen": self.gates.chosen}
+        gates = {f"gates.{name}": tensor for name, tensor in state.items()}
         return super().trained_state() | weights | gates
 
 
@@ -106,7 +107,7 @@ class GateTrainer(ResumableTrainer):
     ) -> Tensor:
         """Return the loss plus the penalty of open gates."""
         loss: Tensor = model(inputs)
-        self.last_loss = loss.item()
+        self.step_loss = loss.detach()
         return loss if self.gates.chosen else loss + self.sparsity.penalty(self.gates)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -157,8 +158,7 @@ class GateCallback(HistoryCallback):
             with a constant penalty), and whether the heads are chosen ("settled").
         """
         trainer, gates, step = self.trainer, self.trainer.gates, state.global_step
-        if first_infinite({"log_alpha": gates.log_alpha, "scale": gates.scale}) is not None:
-            raise trainer.broken("the gates are not finite after")
+        finite = gates.log_alpha.isfinite().all() & gates.scale.isfinite().all()
         done = min(1.0, step / max(1, trainer.choosing))
         if not gates.chosen:
             trainer.sparsity.after_step(gates, done)
@@ -166,10 +166,17 @@ class GateCallback(HistoryCallback):
                 gates.choose(trainer.sparsity.choice(gates))
         return {
             **super().record(state),
-            "expected_heads": gates.expected_heads().item(),
+            "finite": finite,
+            "expected_heads": gates.expected_heads(),
             "target_heads": trainer.sparsity.target(done),
             "settled": bool(gates.chosen),
         }
+
+    def check(self, record: dict[str, Any]) -> None:
+        """Refuse gates that are not finite."""
+        super().check(record)
+        if not record.pop("finite"):
+            raise self.trainer.broken("the gates are not finite after", record["step"])
 
     def numbers(self, record: Mapping[str, Any]) -> str:
         """Return the loss and the open heads for a progress bar."""

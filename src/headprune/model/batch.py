@@ -232,11 +232,11 @@ def real_tokens(
         CheckpointError: If padding is masked, and the module lays its positions out otherwise.
     """
     rows = x.flatten(0, -2)
-    if mask is None or (mask.numel() != len(rows) and bool(mask.all())):
+    if mask is None or bool(mask.all()):
         return rows
     if mask.numel() != len(rows):
         raise CheckpointError(
             f"An attention module reads {len(rows)} positions, and the padded texts have "
             f"{mask.numel()}, so the padding cannot be left out. Use --batch-size 1."
         )
-    return rows[mask.flatten().to(rows.device)]
+    return rows[mask.flatten().nonzero()[:, 0].to(rows.device)]  # of a mask on the host, no sync

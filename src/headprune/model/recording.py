@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from headprune.runtime.modeling_headprune import REPEATING, Attention, LayerConfig, stock_class
@@ -17,6 +18,7 @@ from headprune.tensors.rotary import RotaryPairs, Rotation
 
 _RECORDED = "headprune_recorded"
 _AGREES = 1e-3  # relative: a wrong rotary embedding is off by order 1
+_TRIED = 32  # rows of a sequence, on which another function is tried
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,13 @@ class RecordedCall:
     def outputs(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return outputs of some sequences, shape (sequences, length, heads, head_dim).
 
-        They are computed one sequence at a time, which is kind to caches.
+        They are computed one sequence at a time, which is kind to caches; by torch's kernel, where
+        that gives what the model's own function gives.
         """
+        fuses = self._fuses(start)
         outputs = []
         for number in range(start, len(self.query) if stop is None else stop):
-            part = slice(number, number + 1)
-            tensors = self.query[part], self.key[part], self.value[part]
-            outputs.append(self._attend(*tensors, part, slice(None))[0])
+            outputs.append(self._outputs_at(number, slice(None), fuses))
         return torch.cat(outputs)
 
     def without_numbers(self) -> RecordedCall:
@@ -69,24 +71,60 @@ class RecordedCall:
         attention: Tensor = self._attend(query, key, value, part, rows)[1]
         return attention
 
+    @property
+    def bends_scores(self) -> bool:
+        """Whether scores enter softmax otherwise than as they are: with a sink or a soft cap."""
+        return any(self.arguments.get(name) is not None for name in ("s_aux", "softcap"))
+
+    def _fuses(self, number: int) -> bool:
+        """Return whether torch's kernel agrees with the model's own function on one sequence."""
+        length = self.query.shape[2]
+        rows = torch.arange(0, length, -(-length // _TRIED))
+        exact = self.query.dtype in (torch.float32, torch.float64)
+        own, fused = (self._outputs_at(number, rows, fuses) for fuses in (False, True))
+        return not self.bends_scores and _close(fused, own, _AGREES if exact else 20 * _AGREES)
+
+    def _outputs_at(self, number: int, rows: Any, fuses: bool) -> Tensor:
+        part = slice(number, number + 1)
+        query, key, value = self.query[part][:, :, rows], self.key[part], self.value[part]
+        if not fuses:
+            return self._attend(query, key, value, part, rows)[0]
+        owners = self.owners
+        if owners is None:
+            owners = [head * key.shape[1] // query.shape[1] for head in range(query.shape[1])]
+        outputs = F.scaled_dot_product_attention(
+            query,
+            key[:, owners],
+            value[:, owners],
+            self._at(self.mask, part, rows),
+            scale=self.scaling,
+        )
+        return outputs.transpose(1, 2)
+
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, part: slice, rows: Any
     ) -> tuple[Tensor, Tensor]:
-        length = self.query.shape[2], self.key.shape[2]
         if self.owners is not None:
             key, value = key[:, self.owners], value[:, self.owners]
-
-        def at_rows(argument: Any) -> Any:
-            if not (isinstance(argument, Tensor) and argument.shape[-2:] == length):
-                return argument
-            argument = argument[part] if argument.shape[0] > 1 else argument
-            return argument[..., rows, :]
-
-        arguments = {name: at_rows(argument) for name, argument in self.arguments.items()}
+        mask, arguments = self._at(self.mask, part, rows), self.arguments.items()
         outputs, probabilities = self.eager(
-            self.module, query, key, value, at_rows(self.mask), scaling=self.scaling, **arguments
+            self.module,
+            query,
+            key,
+            value,
+            mask,
+            scaling=self.scaling,
+            **{name: self._at(argument, part, rows) for name, argument in arguments},
         )
         return outputs, probabilities
+
+    def _at(self, argument: Any, part: slice, rows: Any) -> Any:
+        """Some rows of some sequences of an argument that has queries x keys."""
+        length = self.query.shape[2], self.key.shape[2]
+        if not (isinstance(argument, Tensor) and argument.shape[-2:] == length):
+            return argument
+        argument = argument[part] if argument.shape[0] > 1 else argument
+        return argument[..., rows, :]
 
 
 class AttentionRecorder:

@@ -186,15 +186,16 @@ def heads_drawn(plan: Plan) -> list[Block]:
 
 
 def contenders(choice: ModelChoice) -> Table:
-    """Return a row per candidate: held-out quality and size."""
+    """Return a row per candidate: quality on both halves of the held-out text, and size."""
     generates = choice.original.kv_cache_bytes_per_token > 0
     copies = choice.original.copying_nll is not None
-    columns = ["", choice.measure, *["copying NLL"] * copies, "parameters"]
+    columns = ["", choice.measure, "other half", *["copying NLL"] * copies, "parameters"]
     columns += [*["KV bytes"] * generates, "query/KV heads"]
     rows = []
     for one in (choice.original, *choice.contenders):
         mark = "> " if one is choice.chosen else "  "
-        cells = [f"{mark}{one.name}", f"{one.held_out:.4f}"]
+        cells = [f"{mark}{one.name}", f"{one.chosen_by:.4f}"]
+        cells.append("-" if one.held_out is None else f"{one.held_out:.4f}")
         cells += ["-" if one.copying_nll is None else f"{one.copying_nll:.3f}"] * copies
         cells += [f"{one.parameters:,}", *[f"{one.kv_cache_bytes_per_token:,}"] * generates]
         rows.append((*cells, f"{one.query_heads:,}/{one.kv_heads:,}"))
@@ -205,7 +206,7 @@ def chosen(choice: ModelChoice) -> list[Block]:
     """Return the goal, the choice and all candidates."""
     words = (
         f"Kept: {choice.goal}; {choice.chosen.name}, the best of {len(choice.contenders)} on one "
-        f"half of {choice.held_out_tokens:,} held-out tokens; numbers are of the other half."
+        f"half of {choice.held_out_tokens:,} held-out tokens."
     )
     return [Paragraph(words), contenders(choice)]
 

@@ -210,10 +210,6 @@ def compressed(console: Console, result: Compressed) -> None:
     """Print all candidates, the choice and the proof."""
     choice = result.choice
     page: list[Block] = records.chosen(choice)
-    if choice.lead is not None:
-        low, high = choice.lead
-        words = "Better than the next by" if low > 0 else "Not told apart from the next:"
-        page.append(Paragraph(f"{words} {low:.4f} to {high:.4f} (95 % of resamples)."))
     texts = choice.chosen.by_text
     if len(texts) > 1:
         cells = [("", *(f"{value:.4f}" for value in texts.values()))]

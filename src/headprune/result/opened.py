@@ -24,7 +24,8 @@ from headprune.planning.targets import EMPTY
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.merges.merger import Merger
 
-WEIGHED = 8_192  # tokens that the ways of a budget are weighed on; merges take the whole text
+WEIGHED = 4_096  # tokens that the ways of a budget are weighed on; merges take the whole text
+_WEIGHED_LENGTH = 512  # of a sequence, at most: the cost of attention grows with it
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ def prepare_merging(
                 settings = config.part(CalibrationConfig)
                 text = calibration(net, model.tokenizer, calibrate, settings, "--kv-budget")
                 scored = text.fit.some(WEIGHED)
-            texts = Texts(sample.some(WEIGHED).whole(), scored, curvature or {})
+            some = replace(sample, longest=_WEIGHED_LENGTH).some(WEIGHED)
+            texts = Texts(some.whole(), scored, curvature or {})
             planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, context)
     return Opened(model, attentions, merger, sample, planned, constraints)
 

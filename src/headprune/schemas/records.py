@@ -218,11 +218,12 @@ class Contender(_Part):
 
     Attributes:
         name: Its name.
-        chosen_by: Its nearness to the original on the half of the held-out text that chooses.
-        held_out: The same on the other half, which is used once; the original itself has 1.
+        chosen_by: Its nearness to the original on the half of the held-out text that chooses;
+            the original itself has 1.
+        held_out: The same on the other half, of the original and the chosen one alone.
         by_text: The same, for each of the texts.
-        copying_nll: Loss on the second of two equal runs of random tokens; None where the model
-            generates nothing.
+        copying_nll: Their loss on the second of two equal runs of random tokens, where they
+            generate.
         parameters: Its parameters.
         kv_cache_bytes_per_token: Its KV cache; 0 where it generates nothing.
         query_heads: Its query heads.
@@ -232,8 +233,8 @@ class Contender(_Part):
 
     name: str
     chosen_by: Finite
-    held_out: Finite
-    by_text: dict[str, Finite]
+    held_out: Finite | None = None
+    by_text: dict[str, Finite] = {}
     copying_nll: Finite | None = None
     parameters: Count
     kv_cache_bytes_per_token: Count
@@ -247,14 +248,12 @@ class ModelChoice(_Part):
 
     Attributes:
         goal: The size to reach.
-        measure: Name of ``held_out`` of the contenders.
+        measure: Name of the nearness.
         higher_is_better: Its direction.
         held_out_tokens: Tokens of both halves.
         original: The model before.
         contenders: The candidates, the best by the choosing half first; this result is
             the first of them.
-        lead: Lead of the first over the second, as a 95 % interval over the sequences of the
-            other half; None with one candidate or one sequence.
         failed: Failed candidates, with the reason.
     """
 
@@ -264,7 +263,6 @@ class ModelChoice(_Part):
     held_out_tokens: Count
     original: Contender
     contenders: Annotated[tuple[Contender, ...], Field(min_length=1)]
-    lead: tuple[Finite, Finite] | None = None
     failed: dict[str, str] = {}
 
     @property

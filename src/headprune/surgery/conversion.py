@@ -296,7 +296,7 @@ def _activations(
         attention,
         outputs.float(),
         # a sink does not shift with the scores, and a soft cap bends them first
-        shifts_count=any(call.arguments.get(name) is not None for name in ("s_aux", "softcap")),
+        shifts_count=call.bends_scores,
         read=read,
     )
 

@@ -48,19 +48,21 @@ def sample(
 
 
 def open_probability(
-    log_alpha: Float[Tensor, " gates"], temperature: float
-) -> Float[Tensor, " gates"]:
+    log_alpha: Float[Tensor, "*some gates"], temperature: float
+) -> Float[Tensor, "*some gates"]:
     """P(z != 0) = sigmoid(log_alpha - beta log(-gamma / zeta)); its sum is the expected L0 norm."""
     return torch.sigmoid(log_alpha - temperature * math.log(-GAMMA / ZETA))
 
 
-def open_share(log_alpha: Float[Tensor, " gates"], temperature: float) -> Float[Tensor, " gates"]:
+def open_share(
+    log_alpha: Float[Tensor, "*some gates"], temperature: float
+) -> Float[Tensor, "*some gates"]:
     """``open_probability`` on a scale from 0 at the lower bound to 1 at the upper bound.
 
     An exact count of heads is then met by gates at their bounds.
     """
-    bounds = torch.tensor([-BOUND, BOUND], dtype=log_alpha.dtype, device=log_alpha.device)
-    low, high = open_probability(bounds, temperature)
+    zero = temperature * math.log(-GAMMA / ZETA)
+    low, high = (1 / (1 + math.exp(zero - bound)) for bound in (-BOUND, BOUND))
     share: Tensor = (open_probability(log_alpha, temperature) - low) / (high - low)
     return share
 

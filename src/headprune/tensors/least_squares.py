@@ -276,16 +276,23 @@ def removal_costs(
     table = torch.cat([inverse, weight.T[order]], 1)
     ends = list(itertools.accumulate(map(len, blocks)))
     places = {b: slice(end - len(blocks[b]), end) for b, end in enumerate(ends)}
-    costs, highest = [0.0] * len(blocks), 0.0
+    costs, highest, widest = [0.0] * len(blocks), 0.0, max(map(len, blocks), default=0)
     while places:
-        needs = {b: torch.linalg.inv(table[own, own]) for b, own in places.items()}
-        outputs = {b: table[own, width:] for b, own in places.items()}
-        removed = [(need * (outputs[b] @ outputs[b].T)).sum() for b, need in needs.items()]
-        cost, best = min(zip(torch.stack(removed).tolist(), places, strict=True))
+        # narrower blocks are filled up, with ones on the diagonal that write nothing
+        needs = torch.eye(widest).to(table).repeat(len(places), 1, 1)
+        outputs = table.new_zeros(len(places), widest, table.shape[1] - width)
+        for at, own in enumerate(places.values()):
+            size = own.stop - own.start
+            needs[at, :size, :size], outputs[at, :size] = table[own, own], table[own, width:]
+        needs = torch.linalg.inv(needs)
+        removed = (needs * (outputs @ outputs.mT)).sum((1, 2)).tolist()
+        cost, best = min(zip(removed, places, strict=True))
         costs[best] = highest = max(highest, cost)
+        need = needs[list(places).index(best)]
         own = places.pop(best)
+        need = need[: own.stop - own.start, : own.stop - own.start]
         across = torch.cat([table[: own.start, own].T, table[own, own.start :]], 1)
         for place in places.values():
-            change = across[:, place].T @ needs[best]
+            change = across[:, place].T @ need
             table[place, place.start :].addmm_(change, across[:, place.start :], alpha=-1)
     return costs
