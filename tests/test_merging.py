@@ -224,15 +224,22 @@ def seen(h: HeadWeights, sequences: int, length: int = 12, seed: int = 0) -> Mer
 
     inputs = dict.fromkeys(("q", "k", "v"), x)
     empty = torch.empty(sequences, length, h.o.shape[1], dtype=torch.float64)
-    known = MergeActivations(inputs, queries, keys, None, 1.0, own, empty)
+    known = MergeActivations(
+        inputs, lambda: (queries, keys), None, 1.0, own, empty, lambda other: read_by(other, x)
+    )
     return replace(known, outputs=given_by(h, known))
+
+
+def read_by(h: HeadWeights, x: Tensor) -> Tensor:
+    """What enters W_O, of all sequences."""
+    q, k, v = (project(x, h.affine(role)) for role in ("q", "k", "v"))
+    read = attention(h, q, k, torch.arange(q.shape[2])) @ v[:, h.owners]
+    return read.transpose(1, 2).flatten(2)
 
 
 def given_by(h: HeadWeights, known: MergeActivations) -> Tensor:
     """The outputs of these weights on the inputs of some activations."""
-    q, k, v = (project(known.inputs[role], h.affine(role)) for role in ("q", "k", "v"))
-    read = attention(h, q, k, torch.arange(q.shape[2])) @ v[:, h.owners]
-    return torch.einsum("shtd,hod->sto", read, h.o)
+    return read_by(h, known.inputs["q"]) @ h.o.transpose(0, 1).flatten(1).T
 
 
 def test_windows_that_are_held_out_keep_outputs_from_being_learnt_by_heart(
@@ -261,10 +268,14 @@ def test_a_layer_of_zeros_merges_into_zeros(roles: str) -> None:
     known = seen(h, 4)
     if roles == "x":
         nothing = torch.zeros_like(known.inputs["q"])
-        zeros = {
-            name: torch.zeros_like(getattr(known, name)) for name in ("queries", "keys", "outputs")
-        }
-        known = replace(known, inputs=dict.fromkeys(known.inputs, nothing), **zeros)
+        scores = torch.zeros_like(known.queries), torch.zeros_like(known.keys)
+        known = replace(
+            known,
+            inputs=dict.fromkeys(known.inputs, nothing),
+            scored=lambda: scores,
+            outputs=torch.zeros_like(known.outputs),
+            read=lambda other: read_by(other, nothing),
+        )
     context = MergeContext(activations=known)
     for name in MERGES:
         merged = MERGES[name](h, groups, context)

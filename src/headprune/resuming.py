@@ -1,4 +1,4 @@
-"""The folder of an unfinished training, OUT-checkpoints."""
+"""The folder of an unfinished training or compression, OUT-checkpoints."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from headprune.io.writing import abandoned, beside, real, write_whole
 from headprune.placements import in_shards
 
 CONFIG, HISTORY, CHECKPOINTS = "config.yaml", "history.jsonl", "checkpoints"
-STATE = "trainer_state.json"  # the last file of a checkpoint
+STATE, PROPOSAL = "trainer_state.json", "proposal.json"  # the last file of a checkpoint
 _SUFFIX = "-checkpoints"
-_COMMANDS = {"train_gates": "train-gates", "heal": "heal"}  # by the section of their settings
+# by the section of their settings
+_COMMANDS = {"train_gates": "train-gates", "heal": "heal", "compress": "compress"}
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Run:
         """Return the run that belongs to an output.
 
         Args:
-            output: Folder of the finished training.
-            section: "train_gates" or "heal".
+            output: Folder of the result.
+            section: A key of ``_COMMANDS``.
             config: Settings of the command.
             **others: The model, the data, the teacher.
         """
@@ -176,11 +177,11 @@ def _may_resume(error: Exception) -> bool:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    try:
-        json.loads((checkpoint / STATE).read_bytes())
-    except (OSError, ValueError):
-        return False
-    return True
+    for name in (STATE, PROPOSAL):
+        with suppress(OSError, ValueError):
+            json.loads((checkpoint / name).read_bytes())
+            return True
+    return False
 
 
 def _section(settings: object) -> str:
@@ -200,7 +201,7 @@ def _settings_in(folder: Path) -> dict[str, Any] | None:
         return None
     if not _section(settings):
         raise CheckpointError(
-            f"'{folder / CONFIG}' is not of a training of headprune, or damaged. Move '{folder}' "
+            f"'{folder / CONFIG}' is not of a run of headprune, or damaged. Move '{folder}' "
             "away, or choose another OUTPUT."
         )
     content: dict[str, Any] = settings

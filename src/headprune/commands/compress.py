@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 from headprune.commands import options as o
 from headprune.commands.command import Panel, command
 from headprune.commands.convert_gqa import refuse_healing_by_layers
-from headprune.config import CompressConfig, DataConfig, build, data_configs, domains
+from headprune.config import CompressConfig, DataConfig, Resuming, build, data_configs, domains
 from headprune.config.values import Count, Few, Length, Seed, Share, Tokens, listed
 from headprune.context import Context
 from headprune.errors import HeadpruneError
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from headprune.compression.compress import Compressed, Outline
+
+_QUICK = 4_096  # tokens
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,12 @@ def compress(
     min_speedup: o.MinSpeedup | None = None,
     data: o.Domains = (),
     heal_steps: o.HealSteps | None = None,
+    quick: Annotated[bool, o.option("Fit and judge on a quarter of the text.")] = False,
     targets: o.Engines = (),
     out_dtype: o.OutDtype = "auto",
     dry_run: o.DryRun = False,
     overwrite: o.Overwrite = False,
+    resume: o.Resume = False,
     kv_budget: Share | None = None,
     calibration_tokens: Tokens = 16_384,
     seq_len: Length = 2_048,
@@ -99,6 +103,9 @@ def compress(
         raise HeadpruneError("compress needs OUTPUT, the folder to write (or --dry-run).")
     if heal_steps is not None:
         refuse_healing_by_layers(placement)
+    if quick:
+        calibration_tokens = min(calibration_tokens, _QUICK)
+        held_out_tokens = min(held_out_tokens, _QUICK)
     shares: Sequence[Any] = keep or (None,)  # type: ignore[assignment]  # listed() read it
     configs = [
         build(
@@ -130,5 +137,6 @@ def compress(
         folder = None if dry_run or output is None else Path(output)
         if folder is not None and several:
             folder = folder / f"{config.keep:g}"
-        points.append(compress(str(model), folder, config, texts, overwrite, context))
+        resuming = Resuming(overwrite=overwrite, resume=resume)
+        points.append(compress(str(model), folder, config, texts, resuming, context))
     return Curve(tuple(points)) if several else points[0]

@@ -36,7 +36,7 @@ Model = Annotated[str | Path, _PLACE, argument("MODEL", "A model folder or a hub
 Output = Annotated[Path | str, _PATH, argument("OUTPUT", "The folder to write.")]
 Against = Annotated[str | Path, _PLACE, option("The original model, to compare with.")]
 Overwrite = Annotated[bool, option("Replace an existing output.", panel=OUTPUT)]
-Resume = Annotated[bool, option("Resume from the last checkpoint.", panel=OUTPUT)]
+Resume = Annotated[bool, option("Resume a run that was stopped.", panel=OUTPUT)]
 DryRun = Annotated[bool, option("Show what would be written; write nothing.", panel=OUTPUT)]
 SavePlan = Annotated[
     Path | str, _PATH, option("With --dry-run: write the plan to this file.", panel=OUTPUT)

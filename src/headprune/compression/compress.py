@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,13 @@ from headprune.compression.candidates import (
 from headprune.compression.goals import goal_of
 from headprune.compression.heldout import HeldOut
 from headprune.compression.selection import Selection
+from headprune.compression.tried import Tried, keep, kept
 from headprune.config import (
     CompressConfig,
     DataConfig,
     HealConfig,
     LayoutOption,
+    Resuming,
     Writing,
     sequences_per_pass,
 )
@@ -39,7 +40,7 @@ from headprune.errors import (
     Interrupted,
     PlanError,
 )
-from headprune.io.outputs import claimed, whole_folder
+from headprune.io.outputs import whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
 from headprune.model.batch import most_tokens
 from headprune.model.loading import CLASSIFIERS, UNMEASURED, task_of
@@ -48,6 +49,7 @@ from headprune.model.refusals import refuse_without_text
 from headprune.planning.constraints import constraints_of
 from headprune.result.card import write_card
 from headprune.result.write import Proposal, Pruned, write
+from headprune.resuming import Run, claimed_run
 from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
 from headprune.surgery.edit import Edit
@@ -110,7 +112,7 @@ def compress(
     output: Path | None,
     config: CompressConfig,
     data: Mapping[str, DataConfig] | None = None,
-    overwrite: bool = False,
+    rerun: Resuming = Resuming(),
     context: Context = Context(),
 ) -> Compressed | Outline:
     """Makes a model smaller in the way that costs the held-out text least.
@@ -120,23 +122,38 @@ def compress(
         output: Folder to write; it appears whole or not at all. None for an outline alone.
         config: What may stay, and how it is chosen.
         data: Texts by name, mixed in equal parts; none for the texts that ship with headprune.
-        overwrite: Replace an existing output.
+        rerun: Replace an existing output, or resume a compression.
         context: Progress and permissions.
 
     Raises:
         HeadpruneError: If model, goal and text do not fit together.
+        Interrupted: After Ctrl-C; candidates that were measured are kept.
         ProofError: If the result does not compute as it should.
     """
     data = data or {}
     for each in data.values():
         refuse_missing_file(each.source)
     inputs = (model, *(each.source for each in data.values()))
-    claim: AbstractContextManager[None] = nullcontext()
-    if output is not None:
-        claim = claimed(output, overwrite, inputs)
-    with claim:
+    if output is None:
+        return _Compression(model, config, data, context).outline()
+    texts_by_name = {f"data_{name}": each for name, each in data.items()}
+    run = Run.of(output, "compress", config, model=model, **texts_by_name)
+    with claimed_run(output, run, inputs, rerun):
         work = _Compression(model, config, data, context)
-        return work.outline() if output is None else work.into(output)
+        if not rerun.resume:
+            run.begin()
+        try:
+            result = work.into(output, run)
+        except (KeyboardInterrupt, Interrupted):
+            raise Interrupted(
+                f"Stopped; what was tried is in '{run.folder}'. Continue with the same command and "
+                "--resume."
+            ) from None
+        except (PlanError, DataError):  # going on would come to the same
+            run.remove()
+            raise
+        run.remove()
+        return result
 
 
 class _Compression:
@@ -184,7 +201,7 @@ class _Compression:
             heal_steps=self.config.heal_steps,
         )
 
-    def into(self, output: Path) -> Compressed:
+    def into(self, output: Path, run: Run) -> Compressed:
         """Does it."""
         self.context.line(f"To be kept: {self.goal.said}; text: {self.named}")
         config = self.config
@@ -201,7 +218,7 @@ class _Compression:
         with reserved(beside(output, "{}-candidates")) as work:
             work.mkdir()
             job = self._job(work)
-            best = self._best(job, selection)
+            best = self._best(job, selection, run)
             if config.heal_steps is None:
                 choice = self._concluded(selection, best.edit)
                 done = self._written(best, output, choice)
@@ -229,7 +246,7 @@ class _Compression:
         text = texts.write(some, work / "text")
         return Job(self.model, self.goal, text, config, self.context)
 
-    def _best(self, job: Job, selection: Selection) -> Proposal:
+    def _best(self, job: Job, selection: Selection, run: Run) -> Proposal:
         """Try all candidates in memory, and return the best."""
         best: Proposal | None = None
         errors: list[Exception] = []
@@ -242,13 +259,17 @@ class _Compression:
                 self.context.stage(f"{where}: {what}")
 
             self.context.whole(number - 1, self.parts)
-            began = time.monotonic()
+            folder, began = run.checkpoints / f"checkpoint-{number}", time.monotonic()
             try:
-                proposal = candidate.way.make(job, replace(self.context, stage=stage))
-                seconds, name = time.monotonic() - began, _name(candidate, proposal)
-                stage("measuring")
-                if selection.add(name, proposal.edit, seconds):
-                    best = proposal
+                tried = kept(folder)
+                if tried is None:
+                    proposal = candidate.way.make(job, replace(self.context, stage=stage))
+                    seconds, name = time.monotonic() - began, _name(candidate, proposal)
+                    stage("measuring")
+                    tried = Tried(proposal, selection.measured(name, proposal.edit, seconds))
+                    keep(folder, tried)
+                if selection.add(tried.contender):
+                    best = tried.proposal
             except Exception as error:  # memory runs out in several kinds; others are raised
                 if not is_its_own(error):
                     raise
@@ -318,11 +339,9 @@ class _Compression:
             self.context.stage("measuring the healed model")
             seconds = time.monotonic() - began
             result = open_model(healed.pruned.output, self.config.dtype, self.context.allowed)
-            better = selection.add(name, result, seconds)
+            better = selection.add(selection.measured(name, result, seconds))
         except Interrupted:
-            raise Interrupted(
-                "Stopped while healing; nothing was written, and compress starts anew."
-            ) from None
+            raise
         except Exception as error:  # memory and disk run out in several kinds; others are raised
             if not isinstance(error, HeadpruneError) and _machine_ran_out(error) is None:
                 raise

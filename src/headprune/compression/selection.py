@@ -42,8 +42,8 @@ class Selection:
         self.failed: dict[str, str] = {}
         self._original = held_out.outputs(model.net, held_out.choose, progress)
 
-    def add(self, name: str, changed: Edit | Model, seconds: float) -> bool:
-        """Measure a candidate; return whether it meets the goal and is the best so far.
+    def measured(self, name: str, changed: Edit | Model, seconds: float) -> Contender:
+        """Measure a candidate on the choosing half.
 
         Args:
             name: Name of the candidate.
@@ -57,10 +57,13 @@ class Selection:
             net, stored = sketch(self.model, changed), self.model.result_dtypes().default
         else:
             net, stored = changed.net, changed.result_dtypes().default
-        contender = _contender(name, net, stored, chosen_by=nearness, seconds=seconds)
+        return _contender(name, net, stored, chosen_by=nearness, seconds=seconds)
+
+    def add(self, contender: Contender) -> bool:
+        """Add a candidate; return whether it meets the goal and is the best so far."""
         missed = self._goal.missed(contender)
         if missed is not None:
-            self.failed[name] = missed
+            self.failed[contender.name] = missed
             return False
         self.contenders.append(contender)
         sign = -1 if self.held_out.measure.higher_is_better else 1

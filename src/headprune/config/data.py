@@ -113,7 +113,7 @@ def domains(data: object) -> tuple[Domain, ...]:
     return build(_Texts, data=data).data
 
 
-_USUAL = 512  # tokens of a sequence
+_USUAL = 128  # tokens of a sequence: more of long ones at once take memory, and no less time
 
 
 def sequences_per_pass(batch_size: int, length: int) -> int:

@@ -253,7 +253,6 @@ class _Measure:
 
     def removals(self) -> list[Way]:
         """Keep every number of KV heads: the least replaceable ones."""
-        assert self.activations.read is not None
         moments = OutputMoments.of(self.activations.read(self.heads), self.activations.outputs)
         total = len(self.heads.k)
         ways = [Way(tuple(range(total)), tuple((head,) for head in range(total)), 0.0)]

@@ -262,7 +262,6 @@ class _Merging:
         if way is not None and not way.merges:
             activations = setting.activations
             assert activations is not None
-            assert activations.read is not None
             moments = OutputMoments.of(activations.read(heads), activations.outputs)
             changed, _ = with_fitted_outputs(heads, moments, way.kept)
         else:

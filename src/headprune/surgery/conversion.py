@@ -169,8 +169,8 @@ class _Conversion:
         # of a run that is made only to record it, and the stream that it computes
         self.recorded: _Recorded | None = None
         self.stream = Stream.ORIGINAL
-        # of the original, in the module that runs: what its heads and its output projection give
-        self.attended: Tensor | None = None
+        # in the module that runs: what its heads give in both streams, and the original's W_O
+        self.attended: tuple[Tensor, Tensor | None] | None = None
         self.outputs: Tensor | None = None
 
     def visit(
@@ -194,18 +194,27 @@ class _Conversion:
         original.call = call.without_numbers()
         del call  # as large as all that is kept
 
-        def read(other: HeadWeights) -> Tensor:
-            write_heads(attention, other)
-            call = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
-            write_heads(attention, heads)
-            return call.outputs(len(call.query) // 2).flatten(2).float()
+        attended: dict[bool, tuple[HeadWeights, Tensor]] = {}  # of these weights, and the last
 
-        own = self._own_scored(attention, args, kwargs)
+        def known(other: HeadWeights) -> Tensor | None:
+            return next((x for one, x in attended.values() if _attends_alike(one, other)), None)
+
+        def read(other: HeadWeights) -> Tensor:
+            heads_give = known(other)
+            if heads_give is None:
+                write_heads(attention, other)
+                call = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
+                write_heads(attention, heads)
+                heads_give = call.outputs(len(call.query) // 2)
+                attended[_attends_alike(heads, other)] = other, heads_give
+            return heads_give.flatten(2).float()
+
+        own = partial(self._own_scored, attention, args, kwargs, factor or 1.0)
         activations = _activations(heads, original, rotation, factor, outputs, own, read)
-        del own  # as large as they are
         context = MergeContext(_pairs(rotation), factor is not None, activations)
-        write_heads(attention, self.convert(attention, heads, context))
-        self.attended, self.outputs = original.attended, outputs
+        new = self.convert(attention, heads, context)
+        write_heads(attention, new)
+        self.attended, self.outputs = (original.attended, known(new)), outputs
 
     def enter(self, projection: ProjectionModule, x: Tensor) -> OneStream:
         """Return the stream a projection computes: the recorded one, or else the changed one."""
@@ -222,7 +231,10 @@ class _Conversion:
         count = len(call.query) // 2
         if self.recorded is None:
             known, self.attended = self.attended, None
-            return call.outputs() if known is None else torch.cat([known, call.outputs(count)])
+            if known is None:
+                return call.outputs()
+            original, changed = known
+            return torch.cat([original, call.outputs(count) if changed is None else changed])
         self.recorded.call = call
         if self.stream is Stream.CHANGED:  # nobody reads it
             _, heads, length, _ = call.query.shape
@@ -231,12 +243,20 @@ class _Conversion:
         return torch.cat([attended, torch.zeros_like(attended)])
 
     def _own_scored(
-        self, attention: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        attention: Attention,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        times: float,
     ) -> tuple[Tensor, Tensor]:
-        """The queries and keys that a module, as it is, makes of the changed stream."""
+        """The queries and keys that a module, as it is, makes of the changed stream.
+
+        Scores should be as these, and not make up for what earlier layers have lost: that is for
+        W_O. docs/benchmarks/gqa.md says what each is worth.
+        """
         call = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
         query, key = Stream.CHANGED.of(call.query), Stream.CHANGED.of(call.key)
-        return query.float(), key.float().clone()  # the other stream is let go
+        return query.float() / times, key.float().clone()  # the other stream is let go
 
     def _record(
         self, attention: Attention, stream: Stream, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -256,7 +276,7 @@ def _activations(
     rotation: Rotation | None,
     factor: float | None,
     outputs: Tensor,
-    own: tuple[Tensor, Tensor],
+    own: Callable[[], tuple[Tensor, Tensor]],
     read: Callable[[HeadWeights], Tensor],
 ) -> MergeActivations:
     """Return the activations of a module on calibration text.
@@ -267,7 +287,7 @@ def _activations(
         rotation: Its rotary embedding.
         factor: What queries are multiplied with after it; None where a norm stands in between.
         outputs: Outputs of the original's W_O.
-        own: Queries and keys that it makes of the changed stream.
+        own: Computes the queries and keys that it makes of the changed stream.
         read: From other weights to what then enters W_O in the changed stream.
     """
     assert original.call is not None
@@ -287,18 +307,21 @@ def _activations(
         inputs[role] = made[key]
     return MergeActivations(
         inputs,
-        # scores should be as this module's own would be, and not make up for what earlier layers
-        # have lost: that is for W_O. docs/benchmarks/gqa.md says what each is worth
-        own[0] / times,
-        own[1],
+        own,
         rotation,
         call.scaling * times,
         attention,
         outputs.float(),
+        read,
         # a sink does not shift with the scores, and a soft cap bends them first
         shifts_count=call.bends_scores,
-        read=read,
     )
+
+
+def _attends_alike(one: HeadWeights, other: HeadWeights) -> bool:
+    """Return whether weights differ in W_O at most, by identity."""
+    names = ("q", "k", "v", "q_bias", "k_bias", "v_bias")
+    return all(getattr(one, name) is getattr(other, name) for name in names)
 
 
 def _with_one(inputs: Tensor, heads: HeadWeights, role: str) -> Tensor:

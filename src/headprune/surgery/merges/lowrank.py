@@ -243,7 +243,7 @@ def _merged_values(
         new_v[list(group)] = found.basis @ v[list(group)].flatten(0, 1)
         o[members] = found.outputs
     merged = replace(heads.with_affine("v", new_v), o=o)
-    outputs = OutputMoments.of(reader.read(merged), activations.outputs)
+    outputs = OutputMoments.of(activations.read(merged), activations.outputs)
     return with_fitted_outputs(merged, outputs)[0]
 
 
@@ -259,7 +259,8 @@ class _Reader:
         rows = _evenly(self.queries.shape[2], POOLED)
         found: list[Moments] = []
         for part in _some(len(values), 1):
-            attention = self._attention(part, rows)
+            queries, keys = self.queries[part][:, :, rows], self.keys[part]
+            attention = self.activations.attention(queries, keys, part, rows)[0]
             joints = [values[part][0, list(group)].transpose(0, 1).flatten(1) for group in groups]
             read = [
                 (attention[heads.queries_of(group)] @ joint).flatten(0, 1)
@@ -268,17 +269,6 @@ class _Reader:
             here = [Moments.of(x, x[:, :0]) for x in read]
             found = [a + b for a, b in zip(found, here, strict=True)] if found else here
         return found
-
-    def read(self, heads: HeadWeights) -> Tensor:
-        """All that enters W_O, shape (sequences, length, query heads x head_dim)."""
-        values = project(self.activations.inputs["v"], heads.affine("v"))[:, heads.owners]
-        rows = torch.arange(self.queries.shape[2])
-        read = [self._attention(part, rows) @ values[part][0] for part in _some(len(values), 1)]
-        return torch.stack(read).transpose(1, 2).flatten(2)
-
-    def _attention(self, part: slice, rows: Tensor) -> Tensor:
-        queries = self.queries[part][:, :, rows]
-        return self.activations.attention(queries, self.keys[part], part, rows)[0]
 
 
 def _improved(apply: Callable[[Tensor], Tensor], right: Tensor, start: Tensor) -> Tensor:

@@ -84,7 +84,6 @@ def with_fitted_outputs(
 
 def output_errors(heads: HeadWeights, activations: MergeActivations) -> Float[Tensor, " out"]:
     """Return the mean squared difference to the original's outputs, per output."""
-    assert activations.read is not None
     outputs = activations.read(heads) @ heads.o.transpose(0, 1).flatten(1).T
     outputs = outputs if heads.o_bias is None else outputs + heads.o_bias
     return (outputs - activations.outputs).double().square().flatten(0, 1).mean(0)

@@ -24,9 +24,7 @@ class MergeActivations:
     Attributes:
         inputs: Inputs of the projection of a role ("q", "k", "v") in the converted model, shape
             (sequences, length, hidden); with a 1 at the end where it has a bias.
-        queries: The queries that this module, with its weights as they were, makes of these inputs,
-            as they enter the scores, shape (sequences, query heads, length, head_dim).
-        keys: The same for its keys, one per KV head.
+        scored: Computes ``queries`` and ``keys``.
         rotation: The rotary embedding; None without one.
         scaling: Factor of the scores.
         attention: The model's own attention, for one sequence at a time: of the queries at some
@@ -34,20 +32,33 @@ class MergeActivations:
             (1, query heads, rows, length).
         outputs: Outputs of the original model's W_O, shape (sequences, length,
             hidden).
-        shifts_count: Whether adding a number to all scores of a query changes its attention.
         read: From other weights of this module to what then enters its output projection in the
             converted model, shape (sequences, length, query heads x head_dim).
+        shifts_count: Whether adding a number to all scores of a query changes its attention.
     """
 
     inputs: dict[str, Float[Tensor, "sequences _ _"]]
-    queries: Float[Tensor, "sequences query_heads length head_dim"]
-    keys: Float[Tensor, "sequences kv_heads source head_dim"]
+    scored: Callable[[], tuple[Tensor, Tensor]]
     rotation: Rotation | None
     scaling: float
     attention: Callable[[Tensor, Tensor, slice, Tensor], Tensor]
     outputs: Float[Tensor, "sequences length out"]
+    read: Callable[[HeadWeights], Tensor]
     shifts_count: bool = False
-    read: Callable[[HeadWeights], Tensor] | None = None
+
+    @cached_property
+    def _scored(self) -> tuple[Tensor, Tensor]:
+        return self.scored()
+
+    @property
+    def queries(self) -> Float[Tensor, "sequences query_heads length head_dim"]:
+        """The queries of this module, with its weights as they were, as they enter the scores."""
+        return self._scored[0]
+
+    @property
+    def keys(self) -> Float[Tensor, "sequences kv_heads source head_dim"]:
+        """The same for its keys, one per KV head."""
+        return self._scored[1]
 
     @cached_property
     def second_moments(self) -> dict[str, Float[Tensor, "hidden hidden"]]:
