@@ -146,8 +146,8 @@ def compress(
             result = work.into(output, run)
         except (KeyboardInterrupt, Interrupted):
             raise Interrupted(
-                f"Stopped; what was tried is in '{run.folder}'. Continue with the same command and "
-                "--resume."
+                f"Stopped; the candidates so far are in '{run.folder}'. Continue with the same "
+                "command and --resume."
             ) from None
         except (PlanError, DataError):  # going on would come to the same
             run.remove()

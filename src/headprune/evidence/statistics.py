@@ -337,19 +337,19 @@ def first_not_finite(values: Tensor) -> tuple[int, ...] | None:
 
 
 class _Finite:
-    """Whether numbers of a pass are finite: noted on their device, and asked for once."""
+    """Flags of finite numbers in a pass: noted on their device, and taken from there once."""
 
     def __init__(self) -> None:
         self._flags: list[Tensor] = []
         self._sentences: list[str] = []
 
     def note(self, values: Tensor, what: str, attention: Attention, number: int) -> None:
-        """Note it for some values of a batch."""
+        """Note some values of a batch."""
         self._flags.append(values.isfinite().all())
         self._sentences.append(f"{what} in '{attention.path}' in batch {number}")
 
     def confirm(self) -> None:
-        """Refuse numbers that are not; raise DataError for the first."""
+        """Raise DataError for the first values that are not finite."""
         known = torch.stack(self._flags).tolist() if self._flags else []
         for said, finite in zip(self._sentences, known, strict=True):
             if not finite:

@@ -28,7 +28,7 @@ from headprune.gates.gates import Gates
 from headprune.tensors import hard_concrete
 from headprune.tensors.selection import keep_best
 
-_PARTS, _ROUNDS = 64, 4  # of an interval at a time: what is left of it is beyond float32
+_PARTS, _ROUNDS = 64, 4  # of an interval at a time: the rest of it is beyond float32
 
 
 class Sparsity(ABC):

@@ -51,7 +51,7 @@ class RecordedCall:
         """Return outputs of some sequences, shape (sequences, length, heads, head_dim).
 
         They are computed one sequence at a time, which is kind to caches; by torch's kernel, where
-        that gives what the model's own function gives.
+        it agrees with the model's own function.
         """
         fuses = self._fuses(start)
         outputs = []
@@ -73,7 +73,7 @@ class RecordedCall:
 
     @property
     def bends_scores(self) -> bool:
-        """Whether scores enter softmax otherwise than as they are: with a sink or a soft cap."""
+        """True if softmax gets more than the scores: a sink, or a soft cap on them."""
         return any(self.arguments.get(name) is not None for name in ("s_aux", "softcap"))
 
     def _fuses(self, number: int) -> bool:
