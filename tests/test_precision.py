@@ -366,7 +366,7 @@ def test_an_overflow_is_refused_before_any_work(
 def test_a_result_that_would_overflow_is_refused_before_any_work(tmp_path: Path) -> None:
     base = overflowing(tmp_path, 300.0)
     plan = uneven_plan(headprune.from_pretrained(base))
-    with pytest.raises(CheckpointError, match="down_proj.*--out-dtype bfloat16"):
+    with pytest.raises(CheckpointError, match="down_proj.*--config out_dtype=bfloat16"):
         prune(
             base, tmp_path / "out", CutRequest(plan=plan), writing=Writing(out_dtype=Dtype.FLOAT16)
         )

@@ -80,7 +80,7 @@ def compress(
     heal_steps: o.HealSteps | None = None,
     quick: Annotated[bool, o.option("Fit and judge on a quarter of the text.")] = False,
     targets: o.Engines = (),
-    out_dtype: o.OutDtype = "auto",
+    out_dtype: o.Dtype = "auto",
     dry_run: o.DryRun = False,
     overwrite: o.Overwrite = False,
     resume: o.Resume = False,

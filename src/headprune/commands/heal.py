@@ -44,7 +44,7 @@ def heal(
     seq_len: o.TrainSeqLen = 256,
     learning_rate: o.LearningRate | None = None,
     shard: o.Shard = False,
-    out_dtype: o.OutDtype = "auto",
+    out_dtype: o.Dtype = "auto",
     resume: o.Resume = False,
     overwrite: o.Overwrite = False,
     text_column: str | None = None,

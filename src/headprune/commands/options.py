@@ -41,10 +41,6 @@ DryRun = Annotated[bool, option("Show what would be written; write nothing.", pa
 SavePlan = Annotated[
     Path | str, _PATH, option("With --dry-run: write the plan to this file.", panel=OUTPUT)
 ]
-OutDtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16", "float64"],
-    option("Element type to write. auto: the checkpoint's.", panel=OUTPUT),
-]
 
 # ---- data
 Data = Annotated[str | Path, _PLACE, option(_DATA, metavar="DATA")]

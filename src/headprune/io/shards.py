@@ -159,8 +159,8 @@ class Piece:
             largest, limit = float(lost.abs().max()), torch.finfo(self.dtype).max
             raise CheckpointError(
                 f"'{self.name}' holds {largest:.3g}, and {dtype_name(self.dtype)} ends at "
-                f"{limit:,.6g}: the weight would overflow. Write another type: --out-dtype "
-                "bfloat16 or float32."
+                f"{limit:,.6g}: the weight would overflow. Write another type: --config "
+                "out_dtype=bfloat16 or out_dtype=float32."
             )
 
 

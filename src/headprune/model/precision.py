@@ -138,7 +138,7 @@ def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDty
     kept = {n: torch.float32 for n in trial.state_dict() if whole & set(n.split("."))}
     replace(stored, exceptions={**stored.exceptions, **kept}).cast(trial)
     try:
-        refuse_not_finite(trial, model, "Write another type: --out-dtype bfloat16.")
+        refuse_not_finite(trial, model, "Write another type: --config out_dtype=bfloat16.")
     except CheckpointError as error:
         if "Half" not in str(error.__cause__):  # this machine cannot compute in float16
             raise

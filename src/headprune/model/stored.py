@@ -167,8 +167,8 @@ class StoredDtypes:
             if limit < largest < math.inf:
                 raise CheckpointError(
                     f"'{name}' holds {largest:.3g}, and {dtype_name(self.of(name))} ends at "
-                    f"{limit:,.6g}: the weight would overflow. Write another type: --out-dtype "
-                    "bfloat16 or float32."
+                    f"{limit:,.6g}: the weight would overflow. Write another type: --config "
+                    "out_dtype=bfloat16 or out_dtype=float32."
                 )
 
     @torch.no_grad()
