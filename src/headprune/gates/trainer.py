@@ -162,7 +162,7 @@ class GateCallback(HistoryCallback):
         done = min(1.0, step / max(1, trainer.choosing))
         if not gates.chosen:
             trainer.sparsity.after_step(gates, done)
-            if step >= trainer.choosing:
+            if step >= trainer.choosing and bool(finite):  # or the record is refused
                 gates.choose(trainer.sparsity.choice(gates))
         return {
             **super().record(state),

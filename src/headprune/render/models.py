@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from headprune.evaluation.metrics import label
 from headprune.render.blocks import Block, Paragraph, Table, byte_size, percent
 from headprune.render.markdown import table
 from headprune.render.terminal import folded, show
@@ -112,6 +111,8 @@ def evaluated(report: Report, base: str | None = None) -> list[Block]:
     if base is not None and report.against is not None:
         names[1] = base
     errors = {one.name: one.stderr for one in report.model.metrics}
+    from headprune.evaluation.metrics import label  # late: inspect needs none of its imports
+
     stderr = {label(name): f" ± {error:.4f}" for name, error in errors.items() if error}
     rows: list[Sequence[str]] = [
         (name, f"{value}{stderr.get(name, '')}", of_base, change)
