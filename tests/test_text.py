@@ -81,7 +81,7 @@ def test_calibration_fits_on_its_budget_and_holds_out_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "batch_size", "sizes"), [(2048, 8, 2), (4096, 4, 1), (512, 4, 4)]
+    ("length", "batch_size", "sizes"), [(512, 8, 2), (4096, 4, 1), (128, 4, 4)]
 )
 def test_long_sequences_come_fewer_at_a_time(length: int, batch_size: int, sizes: int) -> None:
     fit = replace(text_of([length] * 4, 1 << 20).fit, batch_size=batch_size)

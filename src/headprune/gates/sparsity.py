@@ -134,6 +134,6 @@ def multiplier(gates: Gates, target: float) -> Float[Tensor, ""]:
         places = torch.lerp(low, high, parts)
         shifted = (log_alpha - places[:, None]).clamp(-bound, bound)
         above = hard_concrete.open_share(shifted, gates.temperature) @ sizes > target
-        last = above.sum()[None]  # of the places above the target comes before this one
+        last = above.sum()[None].clamp(max=_PARTS)  # places above the target come before it
         low, high = places.take((last - 1).clamp(min=0))[0], places.take(last)[0]
     return (low + high) / 2
