@@ -48,13 +48,14 @@ Every stage, in forward passes over the same tokens; Llama shapes with random we
 python scripts/bench_cost.py
 ```
 
-Medians of three. The exponent is the slope of log seconds over log parameters of the layers. Where
+The exponent is the slope of log seconds over log parameters of the layers. Where
 it is not above that of the forward pass, the cost in passes holds for larger models.
 """
-USUAL = Size(256, 688, 4, 8, 4, 256, trained=2048, calibrated=2048, length=256)
-WIDTHS, DEPTHS = (128, 256, 384, 512), (2, 4, 8)
+USUAL = Size(256, 688, 2, 8, 4, 256, trained=2048, calibrated=2048, length=256)
+WIDTHS, DEPTHS = (128, 256, 384, 512), (1, 2, 4)
 HEADS, TOKENS = (4, 8, 16, 32), (1024, 2048, 4096)
 FORWARD = "forward"
+_LONG = 2.0  # seconds
 Seconds = Mapping[str, float]
 
 
@@ -123,7 +124,8 @@ class Stages:
 
     def plan(self) -> None:
         """Weigh all ways of all modules."""
-        config, merger = ConvertConfig(kv_budget=0.5), Merger.of(ConvertConfig(), calibrated=True)
+        config = ConvertConfig(kv_budget=0.5)
+        merger = Merger.of(config, calibrated=True)
         constraints = constraints_of(self.net, LayoutOption.PER_LAYER, ())
         texts = Texts(self.sample.whole(), None)
         plan_kv_heads(self.net, self.attentions, texts, merger, config, constraints, Context())
@@ -145,13 +147,13 @@ class Stages:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return the median seconds of three runs after one."""
-    times = []
-    for _ in range(4):
+    """Return the seconds of a run; of a short one, the median of two after it."""
+    times: list[float] = []
+    while len(times) < 3 and sum(times) < _LONG:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    return median(times[1:])
+    return median(times[1:] or times)
 
 
 def exponent(parameters: Sequence[float], seconds: Sequence[float]) -> float:
