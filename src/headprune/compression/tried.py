@@ -15,7 +15,7 @@ from headprune.errors import CheckpointError
 from headprune.io.shards import rows_of
 from headprune.io.writing import write_whole
 from headprune.result.write import Changes, Proposal
-from headprune.resuming import PROPOSAL
+from headprune.resuming import PROPOSAL, unwritable
 from headprune.schemas.plan import Plan
 from headprune.schemas.records import Contender, Done, Refit
 from headprune.surgery.edit import Edit
@@ -44,15 +44,22 @@ class _Record(BaseModel):
 
 
 def keep(folder: Path, tried: Tried) -> None:
-    """Write a candidate to a folder; its record comes last."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    """Write a candidate to a folder; its record comes last.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
     proposal = tried.proposal
     tensors = {
         name: (value if isinstance(value, Tensor) else rows_of(value)).detach().cpu().contiguous()
         for name, value in proposal.edit.tensors.items()
     }
-    save_file(tensors, folder / _TENSORS)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        save_file(tensors, folder / _TENSORS)
+    except (OSError, SafetensorError) as error:
+        raise unwritable(folder, error) from None
     record = _Record(
         plan=proposal.edit.plan,
         done=proposal.changes.done,
