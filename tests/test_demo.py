@@ -20,6 +20,7 @@ SMALLER = {"256": "16", "seq_len=256": "seq_len=16", "24": "6", "4096": "256", "
 FITTING = {
     "seq_len: 256": "seq_len: 16",
     "recovery >= 80 %": "recovery >= 50 %",  # of a model that has learned nothing
+    "load_route == runtime": "load_route == native",  # of two layers that are cut alike
 }
 
 
