@@ -171,8 +171,8 @@ def compress(job: Job) -> dict[str, Tensor]:
     output = job.output("compressed")
     given = {"keep": 0.75, "held_out_tokens": 64, **FEW, **job.columns}
     choice = job("compress", job.model, data=str(job.data), output=output, **given).choice
-    held_out = {one.name: torch.tensor(one.held_out) for one in choice.contenders}
-    return held_out | _tensors(output)
+    near = {one.name: torch.tensor(one.chosen_by) for one in choice.contenders}
+    return near | _tensors(output)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
