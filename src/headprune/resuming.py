@@ -151,7 +151,7 @@ def claimed_run(output: Path, run: Run, inputs: Sequence[Any], rerun: Resuming) 
         processes.on_main(lambda: run.check(rerun))
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # of any kind: a run with nothing to resume is of no use
             # no waiting for other processes: they may have failed too, or wait
             if processes.is_main() and not _may_resume(error) and run.newest() is None:
                 run.remove()
