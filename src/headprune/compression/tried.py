@@ -31,7 +31,7 @@ class Tried:
     contender: Contender
 
 
-class _Record(BaseModel):
+class _CandidateRecord(BaseModel):
     """A candidate, but for its tensors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,7 +60,7 @@ def keep(folder: Path, tried: Tried) -> None:
         save_file(tensors, folder / _TENSORS)
     except (OSError, SafetensorError) as error:
         raise unwritable(folder, error) from None
-    record = _Record(
+    record = _CandidateRecord(
         plan=proposal.edit.plan,
         done=proposal.changes.done,
         refit=proposal.changes.refit,
@@ -79,7 +79,7 @@ def kept(folder: Path) -> Tried | None:
     if not (folder / PROPOSAL).is_file():
         return None
     try:
-        record = _Record.model_validate_json((folder / PROPOSAL).read_bytes())
+        record = _CandidateRecord.model_validate_json((folder / PROPOSAL).read_bytes())
         tensors = load_file(folder / _TENSORS)
     except (OSError, ValidationError, SafetensorError) as error:
         raise CheckpointError(
