@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 
 import headprune
-from headprune import app as cli
-from headprune.commands.command import COMMANDS, in_order
+from headprune import command_line
+from headprune.commands.command import all_commands
 from headprune.config import stages
 from headprune.config.base import flag
 from headprune.context import Context
@@ -25,14 +24,12 @@ from tests import tiny
 from tests.test_cli import run
 
 pytestmark = pytest.mark.quick
+COMMANDS = all_commands()
 ALL = list(COMMANDS)
 
 
 def at_the_command_line(name: str) -> dict[str, Any]:
-    (info,) = (c for c in cli.app.registered_commands if c.name == name)
-    command = typer.main.get_command_from_info(
-        info, pretty_exceptions_short=True, rich_markup_mode=None
-    )
+    command = command_line.at_the_command_line(COMMANDS[name])
     return {parameter.name: parameter for parameter in command.params}
 
 
@@ -245,7 +242,7 @@ def test_the_reference_shows_every_option(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts" / "docs")
     import command_pages
 
-    for command in in_order():
+    for command in COMMANDS.values():
         page = command_pages.page(command.name)
         for name, parameter in command.parameters().items():
             default = parameter.default
@@ -263,7 +260,7 @@ def test_every_file_of_configs_has_options_of_the_command_that_it_names(file: Pa
     text = file.read_text(encoding="utf-8")
     (name,) = set(re.findall(rf"headprune ([a-z-]+) .*--config configs/{file.name}", text))
     command = COMMANDS[name]
-    settings = cli.settings_in(file, command)
+    settings = command_line.settings_in(file, command)
     assert settings == yaml.safe_load(text)
     required = {
         n: "x" for n, p in command.parameters().items() if p.default is inspect.Parameter.empty

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import headprune
 from headprune import devices
-from headprune.commands.command import COMMANDS
+from headprune.commands.command import all_commands
 from headprune.distillation import heal as heal_module
 from headprune.errors import FamilyError, HeadpruneError
 from headprune.evaluation import evaluate as evaluation
@@ -43,7 +43,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_command_that_runs_a_model_has_it() -> None:
-    without = {name for name in COMMANDS if "device" not in COMMANDS[name].parameters()}
+    without = {n for n, one in all_commands().items() if "device" not in one.parameters()}
     assert without == RUN_NO_MODEL | ON_THE_CPU
 
 

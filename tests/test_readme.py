@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headprune import app as cli
+from headprune.commands.listing import listed
 from tests import tiny
 from tests.marks import slow_unless
 from tests.test_verify import PRUNED, old_folder
@@ -161,7 +162,7 @@ def test_every_command_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     import command_pages
 
     named = set(re.findall(r"\| \[`headprune ([a-z-]+)", command_pages.commands()))
-    assert named == {c.name or c.callback.__name__ for c in cli.app.registered_commands}
+    assert named == set(listed())
 
 
 def test_the_readme_is_short() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 from typer.models import ArgumentInfo
 
-import headprune.commands  # noqa: F401  (registers them)
-from headprune.app import is_several, metavar_of
-from headprune.commands.command import COMMANDS, Command, in_order
+from headprune.command_line import is_several, metavar_of
+from headprune.commands.command import Command, all_commands, named
 from headprune.config.base import flag
 
 _ROWS = {
@@ -25,12 +24,12 @@ _ROWS = {
 
 def names() -> list[str]:
     """The commands in the order of ``headprune --help``."""
-    return [command.name for command in in_order()]
+    return list(all_commands())
 
 
 def page(name: str) -> str:
     """The page of a command, in Markdown."""
-    command = COMMANDS[name]
+    command = named(name)
     arguments = {n: i for n, (_, i) in command.options().items() if isinstance(i, ArgumentInfo)}
     usage = f"{_call(command)} [OPTIONS]"
     parts = [f"# headprune {name}", inspect.getdoc(command.run) or "", f"```text\n{usage}\n```"]
@@ -58,7 +57,7 @@ def commands() -> str:
     """The commands, and what each does."""
     rows = [
         (command.panel.value, f"[`{_call(command)}`]({command.name}.md)", _purpose(command))
-        for command in in_order()
+        for command in all_commands().values()
     ]
     return _table(("", "command", "purpose"), rows)
 
@@ -66,7 +65,7 @@ def commands() -> str:
 def functions() -> str:
     """The functions, and their pages."""
     rows = []
-    for command in in_order():
+    for command in all_commands().values():
         by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
         first = [n for n, p in command.parameters().items() if p.kind is by_place]
         call = f"`headprune.{command.run.__name__}({', '.join([*first, '...'])})`"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-from pydantic import BaseModel, ConfigDict, JsonValue
+from typing import Any, ClassVar, TypeVar
 
 Item = TypeVar("Item")
 
@@ -15,18 +13,19 @@ def _no_step(done: int, total: int, numbers: str = "") -> None:
     pass
 
 
-class MadeBy(BaseModel):
-    """The command that wrote a result.
+@dataclass(frozen=True)
+class MadeBy:
+    """The command that wrote a result; pydantic, which reads it, is slow to import.
 
     Attributes:
         command: Its name.
         options: Its resolved options.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 
     command: str
-    options: dict[str, JsonValue]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from types import FrameType, TracebackType
 from typing import IO, Any, TextIO, cast
 
 import typer
-from pydantic_core import SchemaError
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
@@ -340,8 +339,9 @@ def _interrupts_noted() -> Iterator[None]:
         signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-    except (SchemaError, SystemExit) as end:
-        stopped = isinstance(end, SchemaError) or end.code == _STOPPED
+    except (Exception, SystemExit) as end:
+        # pydantic's by its name, as its import takes long
+        stopped = type(end).__name__ == "SchemaError" or getattr(end, "code", None) == _STOPPED
         if noted and stopped:
             raise KeyboardInterrupt from None
         raise

@@ -61,10 +61,6 @@ def litter(place: Path, out: str) -> list[str]:
 
 def takes_overwrite(line: str) -> bool:
     """Whether the command of a line has the option --overwrite."""
-    import typer
+    from headprune.commands.command import named
 
-    from headprune.app import app
-
-    group: Any = typer.main.get_command(app)
-    found = group.commands[shlex.split(line)[0]]
-    return any("--overwrite" in parameter.opts for parameter in found.params)
+    return "overwrite" in named(shlex.split(line)[0]).options()

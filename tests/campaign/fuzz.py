@@ -89,11 +89,11 @@ def _train() -> object:
 
 def _settings(command: str, file: str) -> object:
     """What --config gives a command."""
-    from headprune.app import settings_in
-    from headprune.commands.command import COMMANDS
+    from headprune.command_line import settings_in
+    from headprune.commands.command import named
 
     required = {"model": "m", "data": "d", "output": "o"}
-    return COMMANDS[command].arguments({**required, **settings_in(Path(file), COMMANDS[command])})
+    return named(command).arguments({**required, **settings_in(Path(file), named(command))})
 
 
 def _baseline() -> object:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headprune.commands import options as o
-from headprune.commands.command import Panel, command
+from headprune.commands.command import command
+from headprune.commands.listing import Panel
 from headprune.context import Context
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from pydantic import BeforeValidator
 
 from headprune import devices
 from headprune.commands import options as o
-from headprune.commands.command import Panel, command
+from headprune.commands.command import command
+from headprune.commands.listing import Panel
 from headprune.config import CheckConfig, build
 from headprune.config.values import Few, Length, Level, Seed, possible_place, several
 from headprune.context import Context

@@ -7,13 +7,13 @@ without are expert settings, for Python and files of ``--config``.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -30,6 +30,7 @@ from pydantic_core import to_jsonable_python
 from typer.models import ArgumentInfo, OptionInfo
 
 from headprune import devices, placements
+from headprune.commands.listing import Panel, listed
 from headprune.config.base import flag, sentence
 from headprune.context import Context, MadeBy
 from headprune.errors import HeadpruneError
@@ -43,15 +44,6 @@ Values = Mapping[str, Any]
 # where a result lies, and what does not change it
 _APART = {"output", "overwrite", "resume", "device", "placement", "context"}
 _TAKE_MEMORY = ("batch_size", "seq_len", "calibration_tokens")
-
-
-class Panel(str, Enum):
-    """A group of commands in ``headprune --help``, in its order."""
-
-    CHOOSE = "Choose heads"
-    CUT = "Make a model smaller"
-    JUDGE = "Prove and measure"
-    SERVE = "Serve it"
 
 
 def _as_json(result: Any) -> str:
@@ -140,7 +132,7 @@ class Command:
         return flag(name) if name in self.options() else name
 
 
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, Command] = {}  # of the imported modules
 
 
 def command(
@@ -174,10 +166,15 @@ def command(
     return register
 
 
-def in_order() -> list[Command]:
-    """The commands in the order of ``headprune --help``."""
-    panels = list(Panel)
-    return sorted(COMMANDS.values(), key=lambda one: (panels.index(one.panel), one.name))
+def named(name: str) -> Command:
+    """Return a command; its module is imported."""
+    importlib.import_module(listed()[name].module)
+    return COMMANDS[name]
+
+
+def all_commands() -> dict[str, Command]:
+    """Return all commands by name, in the order of ``headprune --help``."""
+    return {name: named(name) for name in listed()}
 
 
 @functools.cache

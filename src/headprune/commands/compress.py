@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator
 
 from headprune.commands import options as o
-from headprune.commands.command import Panel, command
+from headprune.commands.command import command
 from headprune.commands.convert_gqa import refuse_healing_by_layers
+from headprune.commands.listing import Panel
 from headprune.config import CompressConfig, DataConfig, Resuming, build, data_configs, domains
 from headprune.config.values import Count, Few, Length, Seed, Share, Tokens, listed
 from headprune.context import Context

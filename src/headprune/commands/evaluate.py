@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headprune.commands import options as o
-from headprune.commands.command import Panel, command
+from headprune.commands.command import command
+from headprune.commands.listing import Panel
 from headprune.config import DataConfig, EvaluateConfig, build, data_configs, domains
 from headprune.config.values import Few, Length, Level, Memory, Seed
 from headprune.context import Context

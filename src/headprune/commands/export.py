@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from headprune.commands import options as o
-from headprune.commands.command import Panel, command
+from headprune.commands.command import command
+from headprune.commands.listing import Panel
 from headprune.config import ExportConfig, build
 from headprune.context import Context
 from headprune.errors import HeadpruneError

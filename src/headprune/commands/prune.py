@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from headprune.commands import options as o
-from headprune.commands.command import Panel, command
+from headprune.commands.command import command
+from headprune.commands.listing import Panel
 from headprune.config import (
     CalibrationConfig,
     DataConfig,
@@ -195,7 +196,7 @@ def prune(
     if context.made_by is not None and text is not None:
         used = {"refit": text.source, "calibration_tokens": calibration.calibration_tokens}
         options = {**context.made_by.options, **used, "seq_len": calibration.seq_len}
-        context = replace(context, made_by=context.made_by.model_copy(update={"options": options}))
+        context = replace(context, made_by=replace(context.made_by, options=options))
     return prune(model, output, request, text, calibration, writing, context)
 
 

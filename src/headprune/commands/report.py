@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator
 
 from headprune.commands import options as o
-from headprune.commands.command import Panel, command
+from headprune.commands.command import command
+from headprune.commands.listing import Panel
 from headprune.config.values import several
 from headprune.context import Context
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from headprune.commands import options as o
-from headprune.commands.command import Panel, command
+from headprune.commands.command import command
+from headprune.commands.listing import Panel
 from headprune.config import Resuming, TrainGatesConfig, build
 from headprune.config.data import data_config
 from headprune.config.values import Kept, Positive, Seed, Steps
