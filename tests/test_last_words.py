@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.read import read_examples
-from headprune.errors import DataError
+from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import evaluate as evaluation
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import Floats, Samples
@@ -25,6 +25,8 @@ from headprune.evaluation.probes import (
     last_word_columns,
     last_words,
     lines_of,
+    needed,
+    passage_words,
     passages,
 )
 from headprune.model.batch import most_tokens
@@ -240,3 +242,66 @@ def test_unequal_numbers_of_windows_are_not_paired(
     config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0)
     with pytest.raises(DataError, match="has 3 windows or examples of the model and 4 of the base"):
         evaluate(folder, data, config, folder)
+
+
+def test_passage_words_stand_earlier_but_not_in_their_own_sentence() -> None:
+    filler = sentence(0, 45)
+    told = f"the river was {filler} And so it went to the River."
+    assert passages([told], 1, lambda one: one.told_before)[0].sentence == "And so it went to the"
+    for other in (f"{filler} And so it went to the River.", f"{filler} The river is the river."):
+        assert passages([other], 1)
+        assert not passages([other], 1, lambda one: one.told_before)
+
+
+def passage_text(model: Any, words: Any, count: int) -> list[str]:
+    """Passages whose last word the model predicts after them, and which stands in them before."""
+    found: list[str] = []
+    for seed in range(2000):
+        first, last = sentence(2 * seed, 45), sentence(2 * seed + 1, 4)[:-1]
+        word = likeliest(model, words, f"{first} {last}", 0)
+        if word in LETTERS and word in first and word not in last:
+            found.append(f"{first} {last} {word}.")
+        if len(found) == count:
+            return found
+    raise AssertionError(f"only {len(found)} passages")
+
+
+def test_an_evaluation_says_which_words_of_the_passage_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "FEWEST", 5)
+    model, words = tiny.model("llama-gqa"), tokenizer()
+    text = passage_text(model, words, 24)
+    for name in ("model", "cut"):
+        model.save_pretrained(tmp_path / name)
+        words.save_pretrained(tmp_path / name)
+        model.model.layers[0].self_attn.o_proj.weight.data.zero_()
+    (tmp_path / "text.txt").write_text("\n".join(text))
+    data = DataConfig(source=str(tmp_path / "text.txt"))
+    config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0, last_words=0)
+    given = passage_words(passages(text, 100, lambda one: one.told_before), words, None)
+    assert len(given) == 24
+    rows = needed(tiny.model("llama-gqa"), given, 4)
+    alone = answered(tiny.model("llama-gqa"), [one.alone for one in given], 4)
+    assert 5 <= len(rows) == 24 - alone.sum() < 24  # some sentences tell the word by themselves
+    same = evaluate(tmp_path / "model", data, config, tmp_path / "model")
+    cut = evaluate(tmp_path / "cut", data, config, tmp_path / "model")
+    for report, wanted in ((same, 1.0), (cut, answered(model, rows, 4).mean())):
+        for side, value in ((report.model, wanted), (report.against, 1.0)):
+            (one,) = (each for each in side.metrics if each.name == "passage_words")
+            assert (one.value, one.n) == (value, len(rows))
+    assert answered(model, rows, 4).mean() < 1
+    alone_measured = evaluate(tmp_path / "cut", data, config)
+    assert "passage_words" not in {one.name for one in alone_measured.model.metrics}
+
+
+def test_too_few_words_of_the_passage_are_said_and_left_out(tmp_path: Path) -> None:
+    model, words = tiny.model("llama-gqa"), tokenizer()
+    (tmp_path / "text.txt").write_text("\n".join(passage_text(model, words, 12)))
+    model.save_pretrained(tmp_path / "model")
+    words.save_pretrained(tmp_path / "model")
+    data = DataConfig(source=str(tmp_path / "text.txt"))
+    config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0, last_words=0)
+    with pytest.warns(HeadpruneWarning, match=r"tells the original \d+ words in 12 passages"):
+        report = evaluate(tmp_path / "model", data, config, tmp_path / "model")
+    assert "passage_words" not in {one.name for one in report.model.metrics}

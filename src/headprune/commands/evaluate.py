@@ -57,6 +57,7 @@ def evaluate(
     needle_trials: Few = 4,
     copying: int = 16,
     last_words: int = 200,
+    passage_words: int = 400,
     dtype: o.Dtype = "auto",
     seed: Seed = 0,
     device: o.Device = "auto",
@@ -87,6 +88,7 @@ def evaluate(
         needle_trials=needle_trials,
         copying=copying,
         last_words=last_words,
+        passage_words=passage_words,
         dtype=dtype,
         seed=seed,
     )

@@ -42,6 +42,7 @@ _NEEDLE = "needle_accuracy"
 _ON_DEMAND = {
     "copying": ("copying_nll", "repeated_passage_nll"),
     "last_words": ("last_word_accuracy", "seen_last_word_accuracy"),
+    "passage_words": ("passage_words",),
 }
 
 
@@ -323,6 +324,7 @@ class EvaluateConfig(NeedleConfig):
 
     copying: Annotated[int, Field(ge=0, le=10**6)] = 16  # repeated runs and passages
     last_words: Annotated[int, Field(ge=0, le=10**6)] = 200  # passages
+    passage_words: Annotated[int, Field(ge=0, le=10**6)] = 400  # passages to look for them in
     needle: bool = False
     seq_len: Length = 512
     batch_size: Few = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,15 @@ from headprune.evaluation.metrics import (
     spec_of,
     within,
 )
-from headprune.evaluation.probes import NEEDLES, Needle, answered, last_word_columns
+from headprune.evaluation.probes import (
+    FEWEST,
+    NEEDLES,
+    PASSAGE_WORDS,
+    Needle,
+    answered,
+    last_word_columns,
+    needed,
+)
 from headprune.evaluation.quality import Progress
 from headprune.evaluation.recall import (
     REPEATED,
@@ -123,9 +131,10 @@ def run(
 ) -> EvaluationRun:
     """Run the models: the second half of ``evaluate``, with the samples."""
     count = len(loaded.nets)
+    parts = count + any(domain.passage_words for domain in loaded.domains)
 
     def step(index: int) -> Progress:
-        return lambda done, total: progress(index * total + done, count * total)
+        return lambda done, total: progress(index * total + done, parts * total)
 
     measured = []
     for index, net in enumerate(loaded.nets):
@@ -133,6 +142,7 @@ def run(
             measured.append(measure(loaded, index, config, step(index)))
     if count == 2:
         _add_fidelity(*measured)
+        _add_passage_words(loaded, measured, config.batch_size, step(count))
     metrics = [one.metrics() for one in measured]  # before anything is timed
     speeds: Sequence[Speed | None] = [None] * count
     if config.speed and any(map(residency_of, loaded.nets)):
@@ -287,6 +297,38 @@ def _add_fidelity(model: Measured, base: Measured) -> None:
         model.samples = Samples({**model.samples.columns, **cosines}, model.samples.documents)
         name = within("similarity_correlation", domain)
         model.whole.append(Metric.of(name, similarity_correlation(ours, theirs), n))
+
+
+def _add_passage_words(
+    loaded: Loaded, measured: Sequence[Measured], batch_size: int, progress: Progress
+) -> None:
+    """Add the words that only the passage tells the base, and of these the model's hits."""
+    model, base = loaded.nets
+    total, done = sum(len(domain.passage_words) for domain in loaded.domains), 0
+    for domain in loaded.domains:
+        if not domain.passage_words:
+            continue
+
+        def step(now: int, _: int, before: int = done) -> None:
+            progress(before + now, total)
+
+        with alone_on_device(base):
+            words = needed(base, domain.passage_words, batch_size, step)
+        done += len(domain.passage_words)
+        if len(words) < FEWEST:
+            warnings.warn(
+                f"Of '{domain.data.source}' the passage alone tells the original {len(words)} "
+                f"words in {len(domain.passage_words)} passages; passage_words needs {FEWEST}, and "
+                "is left out.",
+                HeadpruneWarning,
+                stacklevel=2,
+            )
+            continue
+        with alone_on_device(model):
+            hits = answered(model, words, batch_size)
+        for one, column in zip(measured, (hits, np.ones(len(words))), strict=True):
+            columns = {within(*PASSAGE_WORDS, domain.name): column}
+            one.samples = replace(one.samples, columns={**one.samples.columns, **columns})
 
 
 def _report(

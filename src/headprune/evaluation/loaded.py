@@ -23,7 +23,7 @@ from headprune.data.tokens import around, refuse_beyond
 from headprune.evaluation import probes
 from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.metrics import Samples, within
-from headprune.evaluation.probes import LastWord, Needle, Prompt
+from headprune.evaluation.probes import LastWord, Needle, PassageWord, Prompt
 from headprune.evaluation.quality import TokenLosses
 from headprune.evaluation.recall import COPYING, REPEATED, WORDS, WordMarks
 from headprune.evaluation.refusals import (
@@ -69,6 +69,7 @@ class LoadedDomain:
         documents: The number of the document that each row of a text begins in; None where every
             row is a document.
         last_words: Passages whose last words are to be predicted.
+        passage_words: Passages whose last words stand earlier in them.
         needles: Contexts with a fact to retrieve.
     """
 
@@ -78,6 +79,7 @@ class LoadedDomain:
     rows: Dataset
     documents: Numbers | None = None
     last_words: tuple[LastWord, ...] = ()
+    passage_words: tuple[PassageWord, ...] = ()
     needles: tuple[Needle, ...] = ()
 
     @property
@@ -114,7 +116,8 @@ class Loaded:
         if task == "causal-lm":
             words = WORDS if WordMarks(self.tokenizer).any else ()
             main = () if domain.name else (*COPYING, *probes.NEEDLES)
-            return (*TokenLosses._fields, *REPEATED, *probes.LAST_WORDS, *main, *words)
+            of_two = probes.PASSAGE_WORDS if len(self.nets) == 2 else ()
+            return (*TokenLosses._fields, *REPEATED, *probes.LAST_WORDS, *of_two, *main, *words)
         if task in LANGUAGE_MODELS:
             return TokenLosses._fields
         if task in _COLUMNS:
@@ -130,7 +133,7 @@ class Loaded:
         if task_of(self.nets[0]) == "causal-lm" and (before := around(self.tokenizer).before):
             used["prefix_ids"] = before
         settings = config.model_dump(mode="json")
-        for optional in ("copying", "last_words", "tasks"):
+        for optional in ("copying", "last_words", "passage_words", "tasks"):
             if not settings[optional]:  # it was not measured
                 del settings[optional]
         if not settings["needle"]:
@@ -215,16 +218,22 @@ def _domain(
 ) -> LoadedDomain:
     rows, documents = _rows(nets[0], tokenizer, examples, seq_len, config.max_windows)
     words: tuple[LastWord, ...] = ()
+    of_passage: tuple[PassageWord, ...] = ()
     needles: tuple[Needle, ...] = ()
-    if config.last_words and task_of(nets[0]) == "causal-lm":
+    if task_of(nets[0]) == "causal-lm":
         limits = [most_tokens(net.config, tokenizer) for net in nets]  # all read the same passages
         most = min((limit for limit in limits if limit is not None), default=None)
-        passages = probes.passages(probes.lines_of(examples), config.last_words)
-        words = probes.last_words(passages, tokenizer, most)
+        if config.last_words:
+            passages = probes.passages(probes.lines_of(examples), config.last_words)
+            words = probes.last_words(passages, tokenizer, most)
+        if config.passage_words and len(nets) == 2:
+            lines = probes.lines_of(examples)
+            told = probes.passages(lines, config.passage_words, lambda one: one.told_before)
+            of_passage = probes.passage_words(told, tokenizer, most)
     if config.needle and not name:
         most, known = most_tokens(nets[0].config, tokenizer), vocabulary_of(nets[0])
         needles = probes.needles(examples, tokenizer, most, config, config.seed, known)
-    return LoadedDomain(name, data, examples, rows, documents, words, needles)
+    return LoadedDomain(name, data, examples, rows, documents, words, of_passage, needles)
 
 
 def _rows(

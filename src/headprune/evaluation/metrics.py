@@ -148,6 +148,12 @@ def seen_last_word_accuracy(seen_last_words: Floats, seen_last_word_hits: Floats
     return seen_last_word_hits.sum(-1) / seen_last_words.sum(-1)
 
 
+@metric(compared=None, of_two=True, beside=True, proportion=True, settings=("passage_words",))
+def passage_words(passage_word_hits: Floats) -> Any:
+    """Share, of the last words that only the passage tells the original, that are predicted."""
+    return passage_word_hits.mean(-1)
+
+
 @metric(beside=True, proportion=True, settings=("needle_lengths", "needle_trials"))
 def needle_accuracy(needle_hits: Floats) -> Any:
     """Share of the numbers hidden in the text that are retrieved."""

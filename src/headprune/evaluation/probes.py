@@ -9,6 +9,9 @@ passages of whole sentences. A passage ends with the first sentence that brings 
 (some 64 tokens) and ends with a word of four letters or more; one of more than 150 words is left
 out. Its last word is the answer; words that stand earlier in the passage also count apart.
 
+**Passage words** are last words that only the passage tells: they stand in it, but not in their own
+sentence, and the original predicts them after the passage, not after that sentence alone.
+
 **Needles**: a sentence with a random number of five digits is put into text, at some depth. After
 the text the sentence begins again; its number is the answer. Perplexity hardly weighs what comes
 from far back: a cut may keep it and retrieve nothing beyond a few hundred tokens.
@@ -17,7 +20,7 @@ from far back: a cut may keep it and retrieve nothing beyond a few hundred token
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile, zip_longest
 from typing import Any
@@ -38,7 +41,9 @@ from headprune.evaluation.quality import Progress
 from headprune.model.passes import logits_at
 
 LAST_WORDS = ("last_word_hits", "seen_last_words", "seen_last_word_hits")
+PASSAGE_WORDS = ("passage_word_hits",)
 NEEDLES = ("needle_hits",)
+FEWEST = 50  # passage words that a share of them rests on
 
 _MOST_TEXT = 10**7  # characters that passages are cut from
 _WORDS = range(50, 151)  # of a passage
@@ -61,11 +66,24 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Passage:
-    """Sentences without their last word, and whether that stands in them in any case."""
+    """Sentences without their last word.
+
+    Attributes:
+        context: The sentences.
+        word: The word.
+        seen: Whether it stands in the context, in any case.
+        sentence: The last sentence of the context.
+    """
 
     context: str
     word: str
     seen: bool
+    sentence: str = ""
+
+    @property
+    def told_before(self) -> bool:
+        """True if the word stands in the context, but not in its own sentence."""
+        return self.seen and not _stands_in(self.sentence, self.word)
 
 
 @dataclass(frozen=True)
@@ -74,6 +92,14 @@ class LastWord:
 
     row: Prompt
     seen: bool
+
+
+@dataclass(frozen=True)
+class PassageWord:
+    """A last word that stands earlier in its passage: after the passage, and after its sentence."""
+
+    row: Prompt
+    alone: Prompt
 
 
 @dataclass(frozen=True)
@@ -154,9 +180,42 @@ def last_word_columns(words: Sequence[LastWord], hits: Floats) -> dict[str, Floa
     return dict(list(columns.items())[: 3 if seen.any() else 1 if len(hits) else 0])
 
 
-def passages(texts: Iterable[str], count: int) -> tuple[Passage, ...]:
-    """Cut text, in rows or lines, into passages; return ``count`` of them at most, evenly."""
-    whole = [passage for block in _blocks(texts) for passage in _cut(block)]
+def passage_words(
+    given: Iterable[Passage], tokenizer: Any, most: int | None
+) -> tuple[PassageWord, ...]:
+    """Return passages as prompts, without those of more than ``most`` tokens."""
+    before = around(tokenizer).before
+    words = (
+        PassageWord(
+            *(prompt_of(tokenizer, text, one.word, before) for text in (one.context, one.sentence))
+        )
+        for one in given
+    )
+    return tuple(
+        word
+        for word in words
+        if word.row.start and word.alone.start and (most is None or len(word.row.ids) <= most)
+    )
+
+
+def needed(
+    model: PreTrainedModel,
+    words: Sequence[PassageWord],
+    batch_size: int,
+    progress: Progress = lambda done, total: None,
+) -> list[Prompt]:
+    """Return the passages that the original needs: without them it does not predict the word."""
+    hits = answered(model, [word.row for word in words], batch_size, progress)
+    known = [word for word, hit in zip(words, hits, strict=True) if hit]
+    hits = answered(model, [word.alone for word in known], batch_size)
+    return [word.row for word, hit in zip(known, hits, strict=True) if not hit]
+
+
+def passages(
+    texts: Iterable[str], count: int, among: Callable[[Passage], bool] = lambda passage: True
+) -> tuple[Passage, ...]:
+    """Cut text, in rows or lines, into passages; return ``count`` of some at most, evenly."""
+    whole = [passage for block in _blocks(texts) for passage in _cut(block) if among(passage)]
     if len(whole) > count:
         whole = [whole[place] for place in np.linspace(0, len(whole) - 1, count).astype(int)]
     return tuple(whole)
@@ -200,7 +259,7 @@ def _cut(block: str) -> Iterator[Passage]:
     words: list[str] = []
     for sentence in _sentences(block):
         words += sentence
-        passage = _without_end(words) if len(words) >= _WORDS.start else None
+        passage = _without_end(words, len(sentence)) if len(words) >= _WORDS.start else None
         if passage is not None and len(words) in _WORDS:
             yield passage
         if passage is not None or len(words) >= _WORDS.stop:
@@ -219,13 +278,17 @@ def _sentences(block: str) -> Iterator[list[str]]:
             sentence = []
 
 
-def _without_end(words: Sequence[str]) -> Passage | None:
+def _without_end(words: Sequence[str], of_last: int) -> Passage | None:
     text = " ".join(words)
     context, _, word = text.rstrip(f"{_STOPS}{_CLOSING} ").rpartition(" ")
     if not (word.isalpha() and len(word) >= _LETTERS):
         return None
-    earlier = re.findall(r"[^\W\d_]+", context.lower())
-    return Passage(context, word, word.lower() in earlier)
+    before = " ".join(words[: len(words) - of_last])
+    return Passage(context, word, _stands_in(context, word), context[len(before) :].strip())
+
+
+def _stands_in(text: str, word: str) -> bool:
+    return word.lower() in re.findall(r"[^\W\d_]+", text.lower())
 
 
 def needles(
