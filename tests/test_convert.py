@@ -26,6 +26,7 @@ from headprune.config import (
     Resuming,
 )
 from headprune.context import Context
+from headprune.distillation import heal as heal_module
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError, ProofError
 from headprune.family import FAMILIES
@@ -512,6 +513,31 @@ def test_healing_brings_a_model_nearer_to_its_teacher(
     assert verify(folder / "healed").passed
     assert len((folder / "healed" / "heal.jsonl").read_text().splitlines()) == 12
     assert not (folder / "healed-checkpoints").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_lora_adds_to_weights_in_their_own_type(
+    stored: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save(tiny.model("llama-mha", stored), folder / "model")
+    convert(folder, "llama-mha", 2, merge="mean")
+    monkeypatch.setattr(devices, "computes_bfloat16", lambda: True)
+    types: dict[bool, set[torch.dtype]] = {}
+
+    def noted(net: Any, *more: Any) -> Any:
+        adapted = trainable(net, *more)
+        for p in adapted.parameters():
+            types.setdefault(p.requires_grad, set()).add(p.dtype)
+        return adapted
+
+    trainable = heal_module.trainable
+    monkeypatch.setattr(heal_module, "trainable", noted)
+    result = healing(folder, train=HealTrain.LORA)
+    assert types == {False: {stored}, True: {torch.float32}}
+    assert result.after < 0.9 * result.before
+    assert headprune.from_pretrained(folder / "healed").dtype is stored
+    assert verify(folder / "healed").passed
 
 
 def test_lora_on_repeated_heads_is_refused(folder: Path) -> None:

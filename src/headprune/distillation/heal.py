@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headprune import devices, processes
 from headprune.config import DataConfig, HealConfig, HealObjective, HealTrain, Resuming, Writing
 from headprune.context import Context
@@ -19,6 +21,7 @@ from headprune.distillation.trainer import HealedModel, HealTrainer, merged, tra
 from headprune.errors import HeadpruneError
 from headprune.io.shell import command
 from headprune.model.losses import own_share, recompute_activations
+from headprune.model.precision import widened
 from headprune.model.stored import id_of_model
 from headprune.packages import refuse_missing
 from headprune.placements import Placement, in_shards, placing, sharding
@@ -166,8 +169,9 @@ def _trained(
         train(trainer, run, callback, resume, again)
     step = trainer.take_best()
     after = trainer.held_out(pair.reported) if step else before
+    pair.model.dtype = torch.float32  # for the proof
     if step:
-        vars(pair.model)["net"] = merged(student, config).eval()
+        vars(pair.model)["net"] = widened(merged(student, config)).eval()
     else:
         pair.model.release()  # trained by now; it is read anew
     steps = trainer.state.global_step

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune import devices
-from headprune.config import DataConfig, Dtype, HealConfig, Objective
+from headprune.config import DataConfig, Dtype, HealConfig, HealTrain, Objective
 from headprune.context import Context
 from headprune.data.batches import batches
 from headprune.data.text import Collate, split
@@ -34,7 +34,7 @@ class Pair:
     """Student, teacher and text.
 
     Attributes:
-        model: The student, in float32.
+        model: The student, in float32; what LoRA leaves as it is may stay in bfloat16.
         teacher: The model to match.
         teacher_source: Its folder or hub id.
         edit: The edit that leaves the student as it is.
@@ -75,7 +75,9 @@ def read_pair(
     bf16 = config.bf16 and devices.computes_bfloat16()
     original = read_model(teacher, torch.bfloat16 if bf16 else torch.float32, context.allowed)
     context.stage("loading both models")
-    student = open_model(model, Dtype.FLOAT32, context.allowed)
+    frozen = bf16 and config.train is HealTrain.LORA
+    dtype = Dtype.AUTO if frozen else Dtype.FLOAT32
+    student = open_model(model, dtype, context.allowed, keep_bfloat16=frozen)
     if in_shards():
         refuse_unmapped(student)
         refuse_uneven_ties(student.skeleton, model)
