@@ -145,6 +145,7 @@ class RemoveHeads:
             job.config.part(CalibrationConfig),
             Writing(out_dtype=job.config.out_dtype),
             context,
+            reports=False,  # held-out text that chose nothing judges the best candidate
         )
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headprune.errors import CheckpointError, FamilyError
 from headprune.family import FAMILIES, Family
 from headprune.model.placement import refuse_spread, whole_class
+from headprune.model.recognition import recognised
 from headprune.model.skeleton import below_base, sample_of
 from headprune.registry import did_you_mean
 from headprune.runtime import MANIFEST
@@ -35,10 +36,7 @@ def family_of(config: PreTrainedConfig) -> Family:
         FamilyError: If there is none, or the config has a setting that the row refuses.
     """
     if config.model_type not in FAMILIES:
-        raise FamilyError(
-            f"headprune does not know where model type '{config.model_type}' has its attention "
-            f"heads; 'headprune families' lists the {len(FAMILIES)} known types."
-        )
+        return recognised(config)
     family = FAMILIES[config.model_type]
     lowest = family.min_transformers
     if lowest and Version(transformers.__version__) < Version(lowest):

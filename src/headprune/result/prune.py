@@ -62,8 +62,11 @@ def propose_removal(
     calibration: CalibrationConfig,
     writing: Writing,
     context: Context,
+    reports: bool = True,
 ) -> Proposal:
-    """Choose the heads to remove from an opened model, and refit W_O; arguments as for ``prune``.
+    """Choose the heads to remove from an opened model, and refit W_O.
+
+    Arguments as for ``prune``; ``reports`` as for ``judged_refit``.
 
     Raises:
         HeadpruneError: If the input does not fit together.
@@ -78,7 +81,7 @@ def propose_removal(
         )
     warnings = _unrefitted(chosen.evidence.criterion, edit)
     if refit is not None:
-        edit, judged = _refitted(model, edit, refit, calibration, writing, context)
+        edit, judged = _refitted(model, edit, refit, calibration, writing, context, reports)
         warnings = judged.warnings
     done = Pruning(
         evidence=chosen.evidence,
@@ -95,6 +98,7 @@ def _refitted(
     calibration: CalibrationConfig,
     writing: Writing,
     context: Context,
+    reports: bool,
 ) -> tuple[Edit, JudgedRefit]:
     """Refit W_O of an edit; the edit as it is, where that does not help."""
     context.stage("loading the model")
@@ -104,7 +108,7 @@ def _refitted(
     refuse_unprovable(net, edit.plan)
     context.stage("refitting W_O")
     examples = calibration_of(net, model.tokenizer, text, calibration, "--refit")
-    judged = judged_refit(net, edit, examples, text.source, calibration.seed, context)
+    judged = judged_refit(net, edit, examples, text.source, calibration.seed, context, reports)
     return replace(edit, tensors=judged.tensors), judged
 
 

@@ -53,6 +53,7 @@ def judged_refit(
     source: str,
     seed: int,
     context: Context,
+    reports: bool = True,
 ) -> JudgedRefit:
     """Refit every W_O of an edit, unless that makes it worse on held-out sequences.
 
@@ -63,6 +64,7 @@ def judged_refit(
         source: Place of the text, for the record.
         seed: Seed of the sample, for the record.
         context: Progress.
+        reports: Whether the worth is measured once more, on sequences that chose nothing.
 
     Raises:
         DataError: If there is too little text, or the outputs are not finite.
@@ -86,7 +88,7 @@ def judged_refit(
     worth = _worth(net, edit, tensors, text.choose, context)
     if worth.refitted > worth.without:
         return JudgedRefit(None, worth)
-    if text.report.rows:
+    if reports and text.report.rows:
         worth = _worth(net, edit, tensors, text.report, context)
         taken = taken.model_copy(update={"held_out": worth})
     return JudgedRefit(taken, worth, tensors)

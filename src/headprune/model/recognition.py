@@ -1,0 +1,249 @@
+"""Rows of the family table, read off the modules of a model whose type the table lacks.
+
+A module of attention has projections named as one of ``_LAYOUTS``, of sizes that are multiples of a
+head's width. Every other weight in it must be a norm, or have an entry per head. What sizes cannot
+show, such as a forward that mixes heads, the verification of every result does.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from headprune.errors import FamilyError
+from headprune.family import Family, Projection
+from headprune.family.spec import Role, Size
+from headprune.model.skeleton import without_weights
+
+_LAYOUTS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ("q_proj", "k_proj", "v_proj", "out_proj"),
+    ("q_proj", "k_proj", "v_proj", "dense"),
+    ("q_proj", "k_proj", "v_proj", "Wo"),
+    ("q", "k", "v", "o"),
+    ("query", "key", "value", "../output.dense"),
+)
+_LATENT = ("kv_b_proj", "o_proj")
+_HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+_NAMES: Mapping[Size, tuple[str, ...]] = {
+    "query_heads": ("num_heads", "num_attention_heads", "n_heads", "n_head"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "queries_per_kv": ("num_key_value_groups",),
+    "query_width": ("all_head_size", "inner_dim"),
+}
+_MAPPINGS = (
+    MODEL_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+)
+_KNOWN: dict[str, Family] = {}  # by class and text of a config
+
+
+def recognised(config: PreTrainedConfig) -> Family:
+    """Return the row that the modules of a config's model amount to.
+
+    Raises:
+        FamilyError: With what was seen, and what a row would need.
+    """
+    key = f"{type(config).__qualname__} {config.to_json_string()}"
+    if key not in _KNOWN:
+        _KNOWN[key] = _row(config)
+    return _KNOWN[key]
+
+
+def _row(config: PreTrainedConfig) -> Family:
+    name = config.model_type
+    cls = next((known[type(config)] for known in _MAPPINGS if type(config) in known), None)
+    if cls is None:
+        raise FamilyError(
+            f"Model type '{name}' is not in headprune's table ('headprune families'), and "
+            "transformers has no class for it whose modules could be looked at."
+        )
+    if isinstance(cls, tuple):
+        cls = cls[0]
+    net = without_weights(cls, config)
+    rows: dict[str, Family] = {}
+    for path, module in net.base_model.named_modules():
+        layout = _layout_of(net.base_model, path, module)
+        if layout is not None:
+            row = _described(name, path, module, layout)
+            pattern = next(iter(row.attention.values()))
+            rows.setdefault(pattern, row)
+    if not rows:
+        raise FamilyError(
+            f"Model type '{name}' is not in headprune's table ('headprune families'), and no "
+            f"module of its {cls.__name__} has the projections of attention, such as "
+            f"{', '.join(_LAYOUTS[0])}."
+        )
+    return _joined(name, rows, net)
+
+
+def _joined(name: str, rows: Mapping[str, Family], net: PreTrainedModel) -> Family:
+    """Return one row for all patterns; those of images and sound stay whole."""
+    text = {p: row for p, row in rows.items() if not re.search(r"vision|visual|audio|image", p)}
+    kinds = {_kind(pattern, net): pattern for pattern in text}
+    row = next(iter(text.values()), None)
+    alike = row is not None and all(
+        one.projections == row.projections and one.head_dim == row.head_dim
+        for one in text.values()
+    )
+    if row is None or not alike or len(kinds) != len(text):
+        raise FamilyError(
+            f"Model type '{name}' has attention modules of several kinds ({', '.join(rows)}), "
+            "which one row of headprune's table would have to tell apart."
+        )
+    return Family(**{**vars(row), "attention": kinds})
+
+
+def _kind(pattern: str, net: PreTrainedModel) -> str:
+    if not net.config.is_encoder_decoder:
+        return "self" if net.config.get_text_config() is net.config else "text"
+    if re.search(r"encoder_attn|EncDec|cross", pattern):
+        return "cross"
+    return "encoder" if pattern.startswith("encoder") else "decoder"
+
+
+def _layout_of(base: nn.Module, path: str, module: nn.Module) -> tuple[str, ...] | None:
+    """Return the names of a module's projections; None for another module."""
+    for layout in (*_LAYOUTS, _LATENT):
+        modules = [_below(base, path, each) for each in layout]
+        if all(_is_linear(each) for each in modules):
+            return layout
+    return None
+
+
+def _below(base: nn.Module, path: str, relative: str) -> nn.Module | None:
+    while relative.startswith("../"):
+        path, relative = path.rpartition(".")[0], relative[3:]
+    try:
+        return base.get_submodule(f"{path}.{relative}" if path else relative)
+    except AttributeError:
+        return None
+
+
+def _is_linear(module: nn.Module | None) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2
+
+
+def _described(name: str, path: str, module: Any, layout: tuple[str, ...]) -> Family:
+    """Return the row of one attention module."""
+    if layout == _LATENT:
+        return _latent(name, path, module)
+    width_name = next((n for n in _HEAD_DIMS if isinstance(getattr(module, n, None), int)), None)
+    if width_name is None:
+        raise FamilyError(f"Model type '{name}': '{path}' does not say how wide a head is.")
+    width, own = int(getattr(module, width_name)), layout[3].startswith("../")
+    q, k, v = (module.get_submodule(each).weight.shape[0] for each in layout[:3])
+    out = q if own else module.get_submodule(layout[3]).weight.shape[1]
+    queries, kv_heads = out // width, v // width
+    twice = q == 2 * out  # query and gate of every head
+    whole = out % width == v % width == 0 and kv_heads and queries % kv_heads == 0
+    if not whole or k != v or q not in (out, 2 * out):
+        raise FamilyError(
+            f"Model type '{name}': '{path}' has {layout[0]} {q}, {layout[1]} {k}, {layout[2]} {v} "
+            f"and {layout[3]} {out} wide, which are not heads of {width}."
+        )
+    per_head: dict[str, Role] = {}
+    norms: dict[str, Role] = {}
+    gates: list[Projection] = []
+    for tensor, parameter in module.named_parameters():
+        child, shape = tensor.rpartition(".")[0], tuple(parameter.shape)
+        if child in layout or (len(shape) == 1 and shape[0] == width != queries):
+            continue
+        if shape[:1] == (out,) and re.search("gate|g_proj", child):
+            gates.append(Projection(child, "q"))
+        elif len(shape) == 1 and shape[0] in (out, v) and "norm" in child:
+            norms[child] = "q" if re.match("q", child) else "k"
+        elif shape[:1] == (queries,):
+            per_head[tensor] = "q"
+        elif shape[:1] == (kv_heads,):
+            per_head[tensor] = "k"
+        else:
+            raise FamilyError(
+                f"Model type '{name}': '{path}' has '{tensor}' of shape {shape} beside its "
+                "projections, whose part in every head is not known."
+            )
+    projections = [
+        Projection(each, role if not norms or role in "vo" else "")
+        for each, role in zip(layout, "qkvo", strict=True)
+    ]
+    if twice:
+        projections[0] = Projection(layout[0], "q", head_dim=f"{width_name}+{width_name}")
+    sizes = {"query_heads": queries, "kv_heads": kv_heads, "queries_per_kv": queries // kv_heads}
+    sizes["query_width"] = out
+    attributes = {
+        attribute: size
+        for size, names in _NAMES.items()
+        for attribute in names
+        if getattr(module, attribute, None) == sizes[size]
+    }
+    groups = "queries_per_kv" in attributes.values()
+    config = getattr(module, "config", None)
+    return Family(
+        model_type=name,
+        attention={"self": re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)},
+        projections=(*dict.fromkeys((*projections, *gates)),),
+        head_dim=width_name,
+        size_attributes=attributes,
+        config_size_attributes=dict(_read_from_config(type(module))),
+        per_head=per_head,
+        full_width_norms=norms,
+        kv_heads_key="num_key_value_heads" if hasattr(config, "num_key_value_heads") else None,
+        fewer_kv_heads="a norm runs over all K heads at once and would see other heads"
+        if norms
+        else "runtime",
+        expects_one_kv_per_query=not groups and not norms,
+    )
+
+
+def _latent(name: str, path: str, module: Any) -> Family:
+    """Return the row of an MLA module: K and V of a head come out of the shared latent."""
+    queries = [each for each in ("q_b_proj", "q_proj") if _is_linear(getattr(module, each, None))]
+    dims = ("qk_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
+    missing = [each for each in dims if not isinstance(getattr(module, each, None), int)]
+    if not queries or missing:
+        lacks = ", ".join(missing) or "q_proj or q_b_proj"
+        raise FamilyError(f"Model type '{name}': '{path}' has latent attention without {lacks}.")
+    return Family(
+        model_type=name,
+        attention={"self": re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)},
+        projections=(
+            Projection(queries[0], "q", head_dim="qk_head_dim"),
+            Projection("kv_b_proj", "q", head_dim="qk_nope_head_dim+v_head_dim"),
+            Projection("o_proj", "o"),
+        ),
+        head_dim="v_head_dim",
+        size_attributes={"num_heads": "query_heads"},
+        kv_heads_key="num_key_value_heads",
+        cached_width="kv_lora_rank+qk_rope_head_dim",
+        fewer_kv_heads="all heads share one latent K and V already, and the cache holds only that",
+    )
+
+
+def _read_from_config(cls: type[nn.Module]) -> Iterator[tuple[str, Size]]:
+    """Yield the settings that the forward of an attention reads from its config."""
+    try:
+        source = inspect.getsource(cls.forward)
+    except (OSError, TypeError):
+        return
+    settings: dict[str, Size] = {
+        "num_attention_heads": "query_heads",
+        "num_key_value_heads": "kv_heads",
+    }
+    for setting, size in settings.items():
+        if re.search(rf"config\.{setting}\b", source):
+            yield setting, size
