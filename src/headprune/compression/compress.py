@@ -48,6 +48,7 @@ from headprune.model.open import Model, open_model
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.constraints import constraints_of
 from headprune.result.card import write_card
+from headprune.result.twins import refuse_unproven
 from headprune.result.write import Proposal, Pruned, write
 from headprune.resuming import Run, claimed_run
 from headprune.schemas.manifest import amend_manifest
@@ -172,6 +173,7 @@ class _Compression:
         )
         context.stage("loading the model")
         self.model = open_model(model, config.dtype, context.allowed)
+        refuse_unproven(self.model, context)
         net = self.model.net
         refuse_without_text(net, "compress")
         constraints_of(net, LayoutOption.PER_LAYER, config.targets)  # refuses what none takes

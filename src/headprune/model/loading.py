@@ -15,7 +15,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
-from headprune.family import FAMILIES
 from headprune.io import hub
 from headprune.io.parsing import refuse_pointer
 from headprune.io.shards import StoredTensor
@@ -35,6 +34,7 @@ from headprune.model.reading import (
     read_record,
     refuse_damaged_json,
 )
+from headprune.model.recognition import row_of
 from headprune.model.refusals import (
     checked_description,
     conversion,
@@ -145,8 +145,8 @@ def assemble(
     # asking for another head means to leave the present one out
     if auto_class is None and not dropping:
         refuse_unexpected(model, net, info["unexpected_keys"])
-    if record is not None and config.model_type in FAMILIES:
-        restore_ids(net, record.layout, FAMILIES[config.model_type].for_runtime())
+    if record is not None and (row := row_of(config)) is not None:
+        restore_ids(net, record.layout, row.for_runtime())
     return net.eval(), info
 
 
@@ -160,7 +160,7 @@ def _loaded(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     if tensors and not weights:
         with suppress(*([] if weights is None else [Unmapped])):
-            return built(cls, model, copy.deepcopy(config), tensors, options)
+            return built(cls, model, copy.deepcopy(config), tensors, options, row_of(config))
     if _widens(options, tensors):
         return widening(cls, model, config, tensors, options)
     net, info = cls.from_pretrained(str(model), config=config, **options)

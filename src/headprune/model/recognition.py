@@ -7,11 +7,14 @@ show, such as a forward that mixes heads, the verification of every result does.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -22,10 +25,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from headprune.errors import FamilyError
-from headprune.family import Family, Projection
+from headprune.errors import FamilyError, HeadpruneError
+from headprune.family import FAMILIES, Family, Projection
 from headprune.family.spec import Role, Size
 from headprune.model.skeleton import without_weights
+from headprune.runtime.modeling_headprune import find_attention
 
 _LAYOUTS = (
     ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -64,16 +68,25 @@ def recognised(config: PreTrainedConfig) -> Family:
     return _KNOWN[key]
 
 
+def row_of(config: PreTrainedConfig) -> Family | None:
+    """Return the row of a config's family; None where there is none."""
+    if config.model_type in FAMILIES:
+        return FAMILIES[config.model_type]
+    try:
+        return recognised(config)
+    except FamilyError:
+        return None
+
+
 def _row(config: PreTrainedConfig) -> Family:
     name = config.model_type
-    cls = next((known[type(config)] for known in _MAPPINGS if type(config) in known), None)
+    cls: Any = next((known[type(config)] for known in _MAPPINGS if type(config) in known), None)
+    cls = cls[0] if isinstance(cls, tuple) else cls
     if cls is None:
         raise FamilyError(
             f"Model type '{name}' is not in headprune's table ('headprune families'), and "
             "transformers has no class for it whose modules could be looked at."
         )
-    if isinstance(cls, tuple):
-        cls = cls[0]
     net = without_weights(cls, config)
     rows: dict[str, Family] = {}
     for path, module in net.base_model.named_modules():
@@ -88,7 +101,36 @@ def _row(config: PreTrainedConfig) -> Family:
             f"module of its {cls.__name__} has the projections of attention, such as "
             f"{', '.join(_LAYOUTS[0])}."
         )
-    return _joined(name, rows, net)
+    row = _joined(name, rows, net)
+    native = _config_says_counts(cls, config, row, net)
+    return replace(row, native=True, fewer_kv_heads="native") if native else row
+
+
+def _config_says_counts(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, row: Family, net: PreTrainedModel
+) -> bool:
+    """Return whether a plain config can hold other counts: it is built with one group of heads."""
+    if row.fewer_kv_heads != "runtime" or [*row.attention] != ["self"] or not row.kv_heads_key:
+        return False
+    modules = find_attention(net, row.for_runtime())
+    first, other = modules[0], copy.deepcopy(config)
+    queries = first.query_heads // first.kv_heads
+    if first.kv_heads == 1 or any(m.group_sizes != first.group_sizes for m in modules):
+        return False
+    try:
+        setattr(other, row.query_heads_key, queries)
+        setattr(other, str(row.kv_heads_key), 1)
+        other.head_dim = first.head_dim
+        built = without_weights(cls, other)
+        changed = find_attention(built, row.for_runtime())
+    except (AttributeError, StrictDataclassError, HeadpruneError, ValueError):
+        return False
+    counts = {(m.query_heads, m.kv_heads, m.head_dim) for m in changed}
+    inside = tuple(f"{module.path}." for module in modules)
+    return counts == {(queries, 1, first.head_dim)} and all(
+        name.startswith(inside) or parameter.shape == net.get_parameter(name).shape
+        for name, parameter in built.named_parameters()
+    )
 
 
 def _joined(name: str, rows: Mapping[str, Family], net: PreTrainedModel) -> Family:
@@ -97,15 +139,14 @@ def _joined(name: str, rows: Mapping[str, Family], net: PreTrainedModel) -> Fami
     kinds = {_kind(pattern, net): pattern for pattern in text}
     row = next(iter(text.values()), None)
     alike = row is not None and all(
-        one.projections == row.projections and one.head_dim == row.head_dim
-        for one in text.values()
+        one.projections == row.projections and one.head_dim == row.head_dim for one in text.values()
     )
     if row is None or not alike or len(kinds) != len(text):
         raise FamilyError(
             f"Model type '{name}' has attention modules of several kinds ({', '.join(rows)}), "
             "which one row of headprune's table would have to tell apart."
         )
-    return Family(**{**vars(row), "attention": kinds})
+    return replace(row, attention=kinds)
 
 
 def _kind(pattern: str, net: PreTrainedModel) -> str:
@@ -148,6 +189,7 @@ def _described(name: str, path: str, module: Any, layout: tuple[str, ...]) -> Fa
         raise FamilyError(f"Model type '{name}': '{path}' does not say how wide a head is.")
     width, own = int(getattr(module, width_name)), layout[3].startswith("../")
     q, k, v = (module.get_submodule(each).weight.shape[0] for each in layout[:3])
+    read = module.get_submodule(layout[0]).weight.shape[1]
     out = q if own else module.get_submodule(layout[3]).weight.shape[1]
     queries, kv_heads = out // width, v // width
     twice = q == 2 * out  # query and gate of every head
@@ -166,12 +208,10 @@ def _described(name: str, path: str, module: Any, layout: tuple[str, ...]) -> Fa
             continue
         if shape[:1] == (out,) and re.search("gate|g_proj", child):
             gates.append(Projection(child, "q"))
-        elif len(shape) == 1 and shape[0] in (out, v) and "norm" in child:
-            norms[child] = "q" if re.match("q", child) else "k"
-        elif shape[:1] == (queries,):
-            per_head[tensor] = "q"
-        elif shape[:1] == (kv_heads,):
-            per_head[tensor] = "k"
+        elif len(shape) == 1 and shape[0] in (out, v) and re.match("[qk].*norm", child):
+            norms[child] = "q" if child.startswith("q") else "k"
+        elif shape[:1] in ((queries,), (kv_heads,)) and set(shape[1:]) <= {1, width, read}:
+            per_head[tensor] = "q" if shape[0] == queries else "k"
         else:
             raise FamilyError(
                 f"Model type '{name}': '{path}' has '{tensor}' of shape {shape} beside its "

@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from headprune.errors import CheckpointError, FamilyError
-from headprune.family import FAMILIES
 from headprune.io.parsing import first_problem
 from headprune.model.attention import family_of
 from headprune.model.batch import CLASSIFIERS, own_padding_id, task_of
+from headprune.model.recognition import row_of
 from headprune.model.skeleton import below_base
 from headprune.model.stored import find_file, weight_files
 from headprune.runtime import MANIFEST, modeling_headprune
@@ -148,9 +148,8 @@ def checked_description(
             f"The config of '{model}' and its {MANIFEST} describe other heads of '{path}': one of "
             "them is damaged. Get the folder again."
         )
-    known_row = config.model_type in FAMILIES
-    row = {"family": FAMILIES[config.model_type].for_runtime()} if known_row else {}
-    return sound.model_dump() | row
+    row = row_of(config)
+    return sound.model_dump() | ({"family": row.for_runtime()} if row else {})
 
 
 def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection[str]) -> None:

@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from headprune.errors import HeadpruneError
-from headprune.family import FAMILIES
+from headprune.family import Family
 from headprune.io.shards import StoredTensor, converted, first_numbers, same_bytes
 from headprune.model.reading import damage_is, needs_package
 from headprune.runtime.modeling_headprune import find_attention
@@ -66,8 +66,11 @@ def built(
     config: PreTrainedConfig,
     tensors: Mapping[str, StoredTensor],
     options: Mapping[str, Any],
+    family: Family | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Build a model on the meta device from headers, with the loading info of transformers.
+
+    ``family`` is its row, by which the numbers of the fingerprint are noted.
 
     Raises:
         Unmapped: If an output projection is no tensor of the checkpoint.
@@ -78,8 +81,8 @@ def built(
     }
     net, info = _filled(cls, model, config, empty, {**options, "device_map": {"": "meta"}})
     _tie_same(net, tensors)
-    if config.model_type in FAMILIES:
-        _sample_outputs(net, FAMILIES[config.model_type].for_runtime(), tensors)
+    if family is not None:
+        _sample_outputs(net, family.for_runtime(), tensors)
     return net, info
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from headprune.family import FAMILIES
 from headprune.render.blocks import Block, Paragraph, Table, byte_size, percent
 from headprune.render.markdown import table
 from headprune.render.terminal import folded, show
@@ -34,7 +35,9 @@ def inspection(console: Console, report: Inspection) -> None:
     columns = (*["kind"] * several, "query heads", "KV heads", "head_dim", "parameters")
     page: list[Block] = [
         Paragraph(
-            f"{report.architecture} (family {report.family}, {report.task}, {report.dtype}): "
+            f"{report.architecture} (family {report.family}"
+            f"{'' if report.family in FAMILIES else ', recognised by structure'}, "
+            f"{report.task}, {report.dtype}): "
             f"{report.parameters:,} parameters, "
             f"{percent(report.attention_parameters, report.parameters)} of them in attention"
         ),

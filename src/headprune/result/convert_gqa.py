@@ -24,6 +24,7 @@ from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import equal_counts, stated_counts
 from headprune.planning.kv_heads import KvPlan, Way, choose
 from headprune.result.opened import Opened, prepare_merging, refuse_request, weighs
+from headprune.result.twins import refuse_unproven
 from headprune.result.write import Changes, Pruned, refuse_unprovable, write
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import AttentionPlan, Plan
@@ -123,6 +124,7 @@ def convert_gqa(
     refuse_request(config, calibrate, layout)
     context.stage("loading the model")
     opened = open_model(model, config.dtype, context.allowed)
+    refuse_unproven(opened, context)
     merged = merged_of(opened, config, calibrate, layout, context)
     writing = Writing(out_dtype=config.out_dtype)
     pruned = write(opened, merged.edit, output, merged.changes, writing, context)

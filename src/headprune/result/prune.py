@@ -16,6 +16,7 @@ from headprune.model.open import Model, open_model
 from headprune.planning.from_evidence import CutRequest, cuts_by, refuse_request
 from headprune.planning.from_scores import plan_from_scores
 from headprune.result.refitting import JudgedRefit, judged_refit
+from headprune.result.twins import refuse_unproven
 from headprune.result.write import Changes, Proposal, Pruned, refuse_unprovable, write
 from headprune.schemas.records import Migration, Pruning
 from headprune.surgery.edit import Edit
@@ -72,6 +73,7 @@ def propose_removal(
         HeadpruneError: If the input does not fit together.
         ProofError: If a proof of the result would show nothing.
     """
+    refuse_unproven(model, context)
     chosen = cuts_by(model.any_net, model.identity, request)
     edit, judged = Edit(chosen.plan, chosen.weights), JudgedRefit(None, None)
     if (refit is not None or chosen.weights) and writing.proof is ProofOption.TENSORS:

@@ -131,8 +131,8 @@ def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[At
     found = []
     for name, module in base.named_modules():
         kind = _kind(name, family)
-        if kind is not None:
-            path = f"{prefix}.{name}" if prefix else name
+        path = f"{prefix}.{name}" if prefix else name
+        if kind is not None and _has_heads(model, path, family):
             found.append(_measured(path, kind, module, _projections(model, path, family), family))
     description = getattr(model.config, "headprune", None) or {}
     layout = _below_base(model, description.get("layout", {}))
@@ -159,21 +159,36 @@ def _kind(name: str, family: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _has_heads(model: PreTrainedModel, path: str, family: Mapping[str, Any]) -> bool:
+    """Return whether a module has any of the projections: a hybrid model has other layers too."""
+    return any(_projection(model, path, row["path"]) is not None for row in family["projections"])
+
+
+def _projection(model: PreTrainedModel, path: str, relative: str) -> nn.Module | None:
+    try:
+        module: nn.Module = model.get_submodule(_full_path(path, relative))
+    except AttributeError:
+        return None
+    return module
+
+
+def _full_path(path: str, relative: str) -> str:
+    while relative.startswith("../"):
+        path, relative = path.rpartition(".")[0], relative[3:]
+    return f"{path}.{relative}" if path else relative
+
+
 def _projections(
     model: PreTrainedModel, path: str, family: Mapping[str, Any]
 ) -> tuple[ProjectionModule, ...]:
     attention, found = model.get_submodule(path), []
     for row in family["projections"]:
-        below, relative = path, row["path"]
-        while relative.startswith("../"):
-            below, relative = below.rpartition(".")[0], relative[3:]
-        full = f"{below}.{relative}" if below else relative
-        try:
-            projection = model.get_submodule(full)
-        except AttributeError:
+        projection = _projection(model, path, row["path"])
+        if projection is None:
             if row["optional"]:
                 continue
-            raise ValueError(f"'{path}' has no projection '{row['path']}'") from None
+            raise ValueError(f"'{path}' has no projection '{row['path']}'")
+        full = _full_path(path, row["path"])
         names = (row["head_dim"] or family["head_dim"]).split("+")
         head_dim = sum(int(getattr(attention, name)) for name in names)
         found.append(ProjectionModule(full, projection, row["holds"], row["groups"], head_dim))

@@ -1,0 +1,164 @@
+"""Models without a row in the table of families: recognised by structure, proven on a twin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.cwm.modeling_cwm import CwmAttention
+
+import headprune
+from headprune.context import Context
+from headprune.errors import FamilyError
+from headprune.family import FAMILIES, llama
+from headprune.model.attention import attention_of, family_of, identity
+from headprune.model.inspection import inspect
+from headprune.model.open import open_model
+from headprune.model.recognition import recognised, row_of
+from headprune.planning.from_evidence import CutRequest
+from headprune.result import twins
+from headprune.result.prune import prune
+from headprune.schemas.plan import AttentionPlan, Plan
+from headprune.surgery.cut import resolve
+from headprune.tensors.units import Unit
+from tests import tiny
+from tests.cutting import prove, uneven_plan
+from tests.marks import slow_unless
+
+_LATENT = tiny.DIFFERENCES["deepseek_v3"]
+_DELTA = {
+    **{"num_hidden_layers": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 32},
+}
+# settings beyond tiny.SIZES, and whether a plain config holds an even cut
+TYPES: dict[str, tuple[dict[str, Any], bool]] = {
+    "qwen3_5_text": (_DELTA, True),  # gates in q_proj, delta nets between
+    "qwen3_next": (_DELTA, True),
+    "lfm2": ({}, True),  # short convolutions between, out_proj
+    "nemotron_h": ({"layers_block_type": ["attention", "mamba", "attention", "mlp"]}, True),
+    "falcon_h1": ({}, True),  # Mamba beside attention
+    "minimax": ({}, False),  # lightning attention between
+    "afmoe": ({}, True),  # a gate of every number
+    "laguna": ({}, False),  # a gate of every head, in layers of other widths
+    "granite_swa": ({}, True),  # sinks
+    "flex_olmo": ({}, False),  # norms over all heads
+    "deepseek_v2": (_LATENT, False),
+    "minicpm3": (_LATENT, False),
+    "glm4_moe_lite": (_LATENT, False),
+    "modernbert-decoder": ({}, False),
+    "rembert": ({}, False),
+    "plbart": ({}, False),
+    "cwm": ({}, True),
+    "cohere2_moe": ({}, True),
+    "dots1": ({}, True),
+    "hy_v3": ({}, True),
+}
+FAST = {"qwen3_5_text", "nemotron_h", "laguna", "flex_olmo", "minicpm3", "rembert"}
+PRESENT = [name for name in TYPES if name in CONFIG_MAPPING and name not in FAMILIES]
+
+
+def build(name: str, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """A tiny model of a type that the table lacks."""
+    cls = CONFIG_MAPPING[name]
+    monkeypatch.setattr(tiny, "family_of_case", lambda case: case)
+    settings = {**tiny._sizes(cls), **TYPES.get(name, ({}, False))[0]}
+    monkeypatch.setattr(tiny, "config", lambda case, **more: cls(**{**settings, **more}))
+    return tiny.model(name)
+
+
+@pytest.mark.parametrize("name", slow_unless(FAST.__contains__, PRESENT))
+def test_gated_is_cut_is_reloaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name, monkeypatch)
+    result = prove(model, resolve(uneven_plan(model, -1), model), tmp_path / "uneven")
+    assert result.control is not None and result.control > 1e2 * result.tolerance
+    model = build(name, monkeypatch)
+    assert family_of(model.config).native is TYPES[name][1]
+    if TYPES[name][1]:
+        parts = {
+            a.path: AttentionPlan(
+                query_heads=a.query_heads,
+                kv_heads=a.kv_heads,
+                keep=tuple(range(a.query_heads // a.kv_heads)),
+            )
+            for a in attention_of(model)
+        }
+        plan = Plan(unit=Unit.KV_GROUP, attentions=parts, model=identity(model, "tiny"))
+        prove(model, resolve(plan, model), tmp_path / "even")
+        assert "auto_map" not in (tmp_path / "even" / "config.json").read_text()
+
+
+PLAIN = [row.model_type for row in llama.ROWS if row == llama.llama_like(row.model_type)]
+
+
+@pytest.mark.parametrize("name", slow_unless({"llama", "mixtral"}.__contains__, PLAIN))
+def test_structure_says_what_plain_rows_say(name: str) -> None:
+    config, row = tiny.config(name), FAMILIES[name]
+    read = recognised(config)
+    assert read.projections == row.projections
+    assert (dict(read.per_head), dict(read.full_width_norms)) == ({}, {})
+    assert set(read.size_attributes.items()) >= set(row.size_attributes.items())
+    assert (read.native, read.fewer_kv_heads) == (True, "native")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("bitnet", "has 'attn_sub_norm.weight' of shape .* whose part in every head is not known"),
+        ("mamba", "no module of its MambaModel has the projections of attention"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    name: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name, monkeypatch)
+    assert row_of(model.config) is None
+    with pytest.raises(FamilyError, match=why):
+        attention_of(model)
+
+
+def count_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant a forward that scales every head by its number, of which no size tells."""
+    original = CwmAttention.forward
+
+    def scaled(module: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        heads = inputs[0].unflatten(-1, (-1, tiny.SIZES["head_dim"]))
+        numbers = torch.arange(1.0, heads.shape[-2] + 1)
+        return ((heads * numbers[:, None]).flatten(-2),)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hook = self.o_proj.register_forward_pre_hook(scaled)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(CwmAttention, "forward", forward)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_a_forward_that_counts_heads_fails_on_the_twin(
+    planted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save(build("cwm", monkeypatch), tmp_path / "model")
+    monkeypatch.setattr(twins, "_PROVEN", {})
+    model = open_model(tmp_path / "model")
+    assert inspect(tmp_path / "model").family == "cwm"
+    plan = {a.path: [0, 1] for a in attention_of(model.net)}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    request, lines = CutRequest(plan=tmp_path / "plan.json"), []
+    context = Context(line=lambda text, good=None: lines.append(text))
+    if planted:
+        count_heads(monkeypatch)
+        with pytest.raises(FamilyError, match="'cwm' has .* does something else with heads"):
+            prune(tmp_path / "model", tmp_path / "out", request, context=context)
+        assert not (tmp_path / "out").exists()
+        return
+    prune(tmp_path / "model", tmp_path / "out", request, context=context)
+    assert any("recognised by structure, proven on a tiny twin" in line for line in lines)
+    assert headprune.verify(tmp_path / "out").passed
