@@ -310,7 +310,7 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "none").mkdir()
     for folder, message in (
         (bare, "no *.safetensors weights"),
-        (unknown, "does not know where model type 'mamba' has its attention heads"),
+        (unknown, "Model type 'mamba' is not in headprune's table"),
         (tmp_path / "none", "has no config.json"),
         (tmp_path / "missing", "is neither a folder nor a hub id"),
         (

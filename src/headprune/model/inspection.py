@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
-from transformers import PreTrainedConfig
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.context import Allowed
 from headprune.model import cost
-from headprune.model.attention import attention_of, family_of
+from headprune.model.attention import attention_of, family_of, layer_of
 from headprune.model.batch import task_of
 from headprune.model.loading import from_pretrained, load_config
 from headprune.model.refusals import PACKED, quantised_by
 from headprune.model.units import default_unit, unit_sizes
+from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
@@ -143,13 +146,25 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
             )
             for fraction in (0.25, 0.5, 0.75)
         ),
-        notes=_notes(config, {a.head_dim for a in attentions}),
+        notes=_notes(config, {a.head_dim for a in attentions}, _without_heads(net, attentions)),
     )
 
 
-def _notes(config: PreTrainedConfig, head_dims: set[int]) -> tuple[str, ...]:
+def _without_heads(net: PreTrainedModel, attentions: Sequence[Attention]) -> tuple[int, int]:
+    """Return the layers of a hybrid model without attention heads, and all layers beside them."""
+    layers = {layer_of(a.path) for a in attentions}
+    stacks = {net.get_submodule(layer.rpartition(".")[0]) for layer in layers if "." in layer}
+    total = sum(len(stack) for stack in stacks if isinstance(stack, nn.ModuleList))
+    return max(0, total - len(layers)), total
+
+
+def _notes(
+    config: PreTrainedConfig, head_dims: set[int], without_heads: tuple[int, int]
+) -> tuple[str, ...]:
     usual, method = " and ".join(map(str, USUAL_HEAD_DIMS)), quantised_by(config)
     notes = [] if method is None else [f"It is quantised ({method}): {PACKED}"]
+    if without_heads[0]:
+        notes.append(f"{without_heads[0]} of {without_heads[1]} layers have no heads: they stay.")
     for head_dim in sorted(head_dims - set(USUAL_HEAD_DIMS)):
         narrow = f"under the usual {usual}: attention kernels gain less from fewer heads"
         wide = f"not one of the usual {usual}, but no narrower"

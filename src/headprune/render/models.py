@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _LEGEND = (
     "All of them: cuts with other counts in every layer, layers without heads. native: a "
     "plain config that loads anywhere. runtime: modeling_headprune.py lies beside the weights, "
-    "which asks for trust_remote_code=True, or for headprune.from_pretrained."
+    "which asks for trust_remote_code=True, or for headprune.from_pretrained. Model types without "
+    "a row are recognised by structure; headprune inspect MODEL shows how."
 )
 
 
