@@ -167,8 +167,8 @@ def test_a_forward_that_counts_heads_fails_on_the_twin(
 def test_layers_without_heads_are_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny.save(build("qwen3_next", monkeypatch), tmp_path / "hybrid")
     tiny.save(tiny.model("llama-gqa"), tmp_path / "llama")
+    tiny.save(build("qwen3_next", monkeypatch), tmp_path / "hybrid")
     notes = inspect(tmp_path / "hybrid").notes
     assert "6 of 8 layers have no heads: they stay." in notes
     assert not any("have no heads" in note for note in inspect(tmp_path / "llama").notes)

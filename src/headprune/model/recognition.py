@@ -60,7 +60,7 @@ def recognised(config: PreTrainedConfig) -> Family:
     """Return the row that the modules of a config's model amount to.
 
     Raises:
-        FamilyError: With what was seen, and what a row would need.
+        FamilyError: With the modules or the tensor that no row describes.
     """
     key = f"{type(config).__qualname__} {config.to_json_string()}"
     if key not in _KNOWN:
