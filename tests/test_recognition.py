@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedModel,
+)
 from transformers.models.cwm.modeling_cwm import CwmAttention
 
 import headprune
@@ -17,8 +22,9 @@ from headprune.errors import FamilyError
 from headprune.family import FAMILIES, llama
 from headprune.model.attention import attention_of, family_of, identity
 from headprune.model.inspection import inspect
-from headprune.model.open import open_model
+from headprune.model.open import Model, open_model
 from headprune.model.recognition import recognised, row_of
+from headprune.model.skeleton import without_weights
 from headprune.planning.from_evidence import CutRequest
 from headprune.result import twins
 from headprune.result.prune import prune
@@ -162,6 +168,24 @@ def test_a_forward_that_counts_heads_fails_on_the_twin(
     prune(tmp_path / "model", tmp_path / "out", request, context=context)
     assert any("recognised by structure, proven on a tiny twin" in line for line in lines)
     assert headprune.verify(tmp_path / "out").passed
+
+
+WHOLE = ["qwen3_5", "qwen3_5_moe", "llama4", "lfm2_vl", "got_ocr2", "jamba"]
+
+
+@pytest.mark.parametrize(
+    "name", slow_unless({"llama4"}.__contains__, [n for n in WHOLE if n in CONFIG_MAPPING])
+)
+def test_a_twin_of_a_model_of_full_size_is_proven(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIG_MAPPING[name]()
+    mappings = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
+    cls = next(known[type(config)] for known in mappings if type(config) in known)
+    monkeypatch.setattr(twins, "_PROVEN", {})
+    model = Model("", config, {}, torch.float32)
+    vars(model)["skeleton"] = without_weights(cls, config)
+    assert (twins.refuse_unproven(model) or 0) > 0
 
 
 def test_layers_without_heads_are_said_once(

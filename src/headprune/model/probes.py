@@ -60,10 +60,10 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
         size = vision.image_size
         sides = size if isinstance(size, list | tuple) else (size, size)
         inputs["pixel_values"] = torch.randn(2, vision.num_channels, *sides, generator=generator)
-    if "input_features" in takes:
+    if "input_features" in takes and not inputs:
         shape = (2, config.num_mel_bins, 2 * config.max_source_positions)
         inputs["input_features"] = torch.randn(shape, generator=generator)
-    if "input_values" in takes:
+    if "input_values" in takes and not inputs:
         inputs["input_values"] = torch.randn(2, 8000, generator=generator)
     if task_of(model) == "multiple-choice":
         inputs = {name: ids[None] for name, ids in inputs.items()}  # one example, two choices
