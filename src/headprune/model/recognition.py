@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -39,6 +39,7 @@ _LAYOUTS = (
     ("q", "k", "v", "o"),
     ("query", "key", "value", "../output.dense"),
 )
+_ONE_NORM = "a norm runs over all K heads at once and would see other heads"
 _LATENT = ("kv_b_proj", "o_proj")
 _HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _NAMES: Mapping[Size, tuple[str, ...]] = {
@@ -187,41 +188,29 @@ def _described(name: str, path: str, module: Any, layout: tuple[str, ...]) -> Fa
     width_name = next((n for n in _HEAD_DIMS if isinstance(getattr(module, n, None), int)), None)
     if width_name is None:
         raise FamilyError(f"Model type '{name}': '{path}' does not say how wide a head is.")
-    width, own = int(getattr(module, width_name)), layout[3].startswith("../")
+    width = int(getattr(module, width_name))
     q, k, v = (module.get_submodule(each).weight.shape[0] for each in layout[:3])
-    read = module.get_submodule(layout[0]).weight.shape[1]
-    out = q if own else module.get_submodule(layout[3]).weight.shape[1]
+    is_below = not layout[3].startswith("../")
+    out = module.get_submodule(layout[3]).weight.shape[1] if is_below else q
     queries, kv_heads = out // width, v // width
-    twice = q == 2 * out  # query and gate of every head
     whole = out % width == v % width == 0 and kv_heads and queries % kv_heads == 0
     if not whole or k != v or q not in (out, 2 * out):
         raise FamilyError(
             f"Model type '{name}': '{path}' has {layout[0]} {q}, {layout[1]} {k}, {layout[2]} {v} "
             f"and {layout[3]} {out} wide, which are not heads of {width}."
         )
-    per_head: dict[str, Role] = {}
-    norms: dict[str, Role] = {}
-    gates: list[Projection] = []
+    beside = _Beside(queries, kv_heads, width, module.get_submodule(layout[0]).weight.shape[1])
     for tensor, parameter in module.named_parameters():
-        child, shape = tensor.rpartition(".")[0], tuple(parameter.shape)
-        if child in layout or (len(shape) == 1 and shape[0] == width != queries):
-            continue
-        if shape[:1] == (out,) and re.search("gate|g_proj", child):
-            gates.append(Projection(child, "q"))
-        elif len(shape) == 1 and shape[0] in (out, v) and re.match("[qk].*norm", child):
-            norms[child] = "q" if child.startswith("q") else "k"
-        elif shape[:1] in ((queries,), (kv_heads,)) and set(shape[1:]) <= {1, width, read}:
-            per_head[tensor] = "q" if shape[0] == queries else "k"
-        else:
+        if tensor.rpartition(".")[0] not in layout and not beside.takes(tensor, parameter.shape):
             raise FamilyError(
-                f"Model type '{name}': '{path}' has '{tensor}' of shape {shape} beside its "
-                "projections, whose part in every head is not known."
+                f"Model type '{name}': '{path}' has '{tensor}' of shape {tuple(parameter.shape)} "
+                "beside its projections, whose part in every head is not known."
             )
     projections = [
-        Projection(each, role if not norms or role in "vo" else "")
+        Projection(each, role if not beside.norms or role in "vo" else "")
         for each, role in zip(layout, "qkvo", strict=True)
     ]
-    if twice:
+    if q == 2 * out:  # query and gate of every head
         projections[0] = Projection(layout[0], "q", head_dim=f"{width_name}+{width_name}")
     sizes = {"query_heads": queries, "kv_heads": kv_heads, "queries_per_kv": queries // kv_heads}
     sizes["query_width"] = out
@@ -231,23 +220,52 @@ def _described(name: str, path: str, module: Any, layout: tuple[str, ...]) -> Fa
         for attribute in names
         if getattr(module, attribute, None) == sizes[size]
     }
-    groups = "queries_per_kv" in attributes.values()
-    config = getattr(module, "config", None)
+    one_kv_per_query = "queries_per_kv" not in attributes.values() and not beside.norms
+    says_kv_heads = hasattr(getattr(module, "config", None), "num_key_value_heads")
     return Family(
         model_type=name,
         attention={"self": re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)},
-        projections=(*dict.fromkeys((*projections, *gates)),),
+        projections=(*projections, *beside.gates),
         head_dim=width_name,
         size_attributes=attributes,
         config_size_attributes=dict(_read_from_config(type(module))),
-        per_head=per_head,
-        full_width_norms=norms,
-        kv_heads_key="num_key_value_heads" if hasattr(config, "num_key_value_heads") else None,
-        fewer_kv_heads="a norm runs over all K heads at once and would see other heads"
-        if norms
-        else "runtime",
-        expects_one_kv_per_query=not groups and not norms,
+        per_head=beside.per_head,
+        full_width_norms=beside.norms,
+        kv_heads_key="num_key_value_heads" if says_kv_heads else None,
+        fewer_kv_heads=_ONE_NORM if beside.norms else "runtime",
+        expects_one_kv_per_query=one_kv_per_query,
     )
+
+
+@dataclass
+class _Beside:
+    """The tensors of an attention module beside its projections."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    per_head: dict[str, Role] = field(default_factory=dict)
+    norms: dict[str, Role] = field(default_factory=dict)
+    gates: list[Projection] = field(default_factory=list)
+
+    def takes(self, tensor: str, shape: Sequence[int]) -> bool:
+        """Note a tensor; return whether its part in every head is known."""
+        child, first, rest = tensor.rpartition(".")[0], shape[0], set(shape[1:])
+        widths = self.query_heads * self.head_dim, self.kv_heads * self.head_dim
+        is_norm = "norm" in child and not rest
+        if is_norm and first == self.head_dim:  # the same of every head
+            return True
+        if first == widths[0] and re.search("gate|g_proj", child):
+            gate = Projection(child, "q")
+            self.gates += [gate] if gate not in self.gates else []
+        elif is_norm and first in widths and re.match("[qk]_", child):
+            self.norms[child] = "q" if child.startswith("q") else "k"
+        elif first in (self.query_heads, self.kv_heads) and rest <= {1, self.head_dim, self.hidden}:
+            self.per_head[tensor] = "q" if first == self.query_heads else "k"
+        else:
+            return False
+        return True
 
 
 def _latent(name: str, path: str, module: Any) -> Family:
