@@ -214,7 +214,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
 def test_an_unknown_family_is_named() -> None:
     model = tiny.model("gpt2")
     model.config.__class__ = type("X", (type(model.config),), {"model_type": "gpt3"})
-    with pytest.raises(FamilyError, match="where model type 'gpt3' has its attention"):
+    with pytest.raises(FamilyError, match="Model type 'gpt3' is not in headprune's table"):
         attention_of(model)
 
 
