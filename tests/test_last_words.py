@@ -295,13 +295,18 @@ def test_an_evaluation_says_which_words_of_the_passage_are_kept(
     assert "passage_words" not in {one.name for one in alone_measured.model.metrics}
 
 
-def test_too_few_words_of_the_passage_are_said_and_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fewest", "count"), [(50, "at most 12"), (12, r"\d+")])
+def test_too_few_words_of_the_passage_are_said_and_left_out(
+    fewest: int, count: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "FEWEST", fewest)
     model, words = tiny.model("llama-gqa"), tokenizer()
     (tmp_path / "text.txt").write_text("\n".join(passage_text(model, words, 12)))
     model.save_pretrained(tmp_path / "model")
     words.save_pretrained(tmp_path / "model")
     data = DataConfig(source=str(tmp_path / "text.txt"))
     config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0, last_words=0)
-    with pytest.warns(HeadpruneWarning, match=r"tells the original \d+ words in 12 passages"):
+    why = f"tells the original {count} words of .* needs {fewest}, and is left out"
+    with pytest.warns(HeadpruneWarning, match=why):
         report = evaluate(tmp_path / "model", data, config, tmp_path / "model")
     assert "passage_words" not in {one.name for one in report.model.metrics}

@@ -34,6 +34,7 @@ from headprune.evaluation.probes import (
     NEEDLES,
     PASSAGE_WORDS,
     Needle,
+    Prompt,
     answered,
     last_word_columns,
     needed,
@@ -312,14 +313,16 @@ def _add_passage_words(
         def step(now: int, _: int, before: int = done) -> None:
             progress(before + now, total)
 
-        with alone_on_device(base):
-            words = needed(base, domain.passage_words, batch_size, step)
+        words: list[Prompt] = []
+        if enough := len(domain.passage_words) >= FEWEST:
+            with alone_on_device(base):
+                words = needed(base, domain.passage_words, batch_size, step)
         done += len(domain.passage_words)
         if len(words) < FEWEST:
+            count = len(words) if enough else f"at most {len(domain.passage_words)}"
             warnings.warn(
-                f"Of '{domain.data.source}' the passage alone tells the original {len(words)} "
-                f"words in {len(domain.passage_words)} passages; passage_words needs {FEWEST}, and "
-                "is left out.",
+                f"The passage alone tells the original {count} words of '{domain.data.source}'; "
+                f"passage_words needs {FEWEST}, and is left out.",
                 HeadpruneWarning,
                 stacklevel=2,
             )
