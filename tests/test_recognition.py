@@ -185,7 +185,9 @@ def test_a_twin_of_a_model_of_full_size_is_proven(
     monkeypatch.setattr(twins, "_PROVEN", {})
     model = Model("", config, {}, torch.float32)
     vars(model)["skeleton"] = without_weights(cls, config)
+    before = torch.get_rng_state()
     assert (twins.refuse_unproven(model) or 0) > 0
+    assert torch.equal(torch.get_rng_state(), before)  # the draws of a command stay its own
 
 
 def test_layers_without_heads_are_said_once(

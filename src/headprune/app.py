@@ -63,12 +63,11 @@ def _main(
     if processes.count() > 1 and context.invoked_subcommand in listed():
         from headprune.commands.command import all_commands
 
-        commands = all_commands()
-        together = " and ".join(name for name, one in commands.items() if one.together)
-        if context.invoked_subcommand not in together.split(" and "):
+        together = [name for name, one in all_commands().items() if one.together]
+        if context.invoked_subcommand not in together:
             raise HeadpruneError(
                 f"'{context.invoked_subcommand}' is run by one process, and {processes.count()} "
-                f"were started; a launcher is of use for {together} only."
+                f"were started; a launcher is of use for {' and '.join(together)} only."
             )
 
 

@@ -132,7 +132,7 @@ def run(
 ) -> EvaluationRun:
     """Run the models: the second half of ``evaluate``, with the samples."""
     count = len(loaded.nets)
-    parts = count + any(domain.passage_words for domain in loaded.domains)
+    parts = count + any(len(domain.passage_words) >= FEWEST for domain in loaded.domains)
 
     def step(index: int) -> Progress:
         return lambda done, total: progress(index * total + done, parts * total)

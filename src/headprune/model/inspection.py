@@ -67,7 +67,7 @@ class Inspection(_InspectionPart):
     """A model's attention.
 
     Attributes:
-        family: Row of the family table.
+        family: Model type of its row, in the table or by structure.
         architecture: Class of the model.
         task: Task of its head.
         dtype: Element type of the checkpoint.

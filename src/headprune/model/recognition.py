@@ -29,7 +29,7 @@ from headprune.errors import FamilyError, HeadpruneError
 from headprune.family import FAMILIES, Family, Projection
 from headprune.family.spec import Role, Size
 from headprune.model.skeleton import without_weights
-from headprune.runtime.modeling_headprune import find_attention
+from headprune.runtime.modeling_headprune import find_attention, find_projection
 
 _LAYOUTS = (
     ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -91,7 +91,7 @@ def _row(config: PreTrainedConfig) -> Family:
     net = without_weights(cls, config)
     rows: dict[str, Family] = {}
     for path, module in net.base_model.named_modules():
-        layout = _layout_of(net.base_model, path, module)
+        layout = _layout_of(net.base_model, path)
         if layout is not None:
             row = _described(name, path, module, layout)
             pattern = next(iter(row.attention.values()))
@@ -158,22 +158,13 @@ def _kind(pattern: str, net: PreTrainedModel) -> str:
     return "encoder" if pattern.startswith("encoder") else "decoder"
 
 
-def _layout_of(base: nn.Module, path: str, module: nn.Module) -> tuple[str, ...] | None:
+def _layout_of(base: nn.Module, path: str) -> tuple[str, ...] | None:
     """Return the names of a module's projections; None for another module."""
     for layout in (*_LAYOUTS, _LATENT):
-        modules = [_below(base, path, each) for each in layout]
+        modules = [find_projection(base, path, each) for each in layout]
         if all(_is_linear(each) for each in modules):
             return layout
     return None
-
-
-def _below(base: nn.Module, path: str, relative: str) -> nn.Module | None:
-    while relative.startswith("../"):
-        path, relative = path.rpartition(".")[0], relative[3:]
-    try:
-        return base.get_submodule(f"{path}.{relative}" if path else relative)
-    except AttributeError:
-        return None
 
 
 def _is_linear(module: nn.Module | None) -> bool:

@@ -104,9 +104,9 @@ def _twins(skeleton: PreTrainedModel) -> Iterator[PreTrainedModel]:
         except Exception:  # a config refuses sizes in its own way
             continue
         if net.num_parameters() <= _MOST:
-            torch.manual_seed(0)
-            net = type(skeleton)(config).eval()
-            with torch.no_grad():
+            with torch.no_grad(), torch.random.fork_rng():  # draws of the command stay its own
+                torch.manual_seed(0)
+                net = type(skeleton)(config).eval()
                 for parameter in net.parameters():  # a flat softmax would hide a wrong cut
                     parameter.normal_(float(parameter.dim() == 1), 0.1)
             yield net
@@ -115,7 +115,7 @@ def _twins(skeleton: PreTrainedModel) -> Iterator[PreTrainedModel]:
 def _layers_needed(skeleton: PreTrainedModel) -> int:
     """Return how many layers hold two modules of attention."""
     numbers = [
-        int(next(part for part in a.path.split(".") if part.isdigit()))
+        int(next((part for part in a.path.split(".") if part.isdigit()), "0"))
         for a in attention_of(skeleton)
     ]
     distinct = sorted(set(numbers))

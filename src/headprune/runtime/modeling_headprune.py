@@ -161,10 +161,13 @@ def _kind(name: str, family: Mapping[str, Any]) -> str | None:
 
 def _has_heads(model: PreTrainedModel, path: str, family: Mapping[str, Any]) -> bool:
     """Return whether a module has any of the projections: a hybrid model has other layers too."""
-    return any(_projection(model, path, row["path"]) is not None for row in family["projections"])
+    return any(
+        find_projection(model, path, row["path"]) is not None for row in family["projections"]
+    )
 
 
-def _projection(model: PreTrainedModel, path: str, relative: str) -> nn.Module | None:
+def find_projection(model: nn.Module, path: str, relative: str) -> nn.Module | None:
+    """The module at a row's path, seen from an attention module; None where there is none."""
     try:
         module: nn.Module = model.get_submodule(_full_path(path, relative))
     except AttributeError:
@@ -183,7 +186,7 @@ def _projections(
 ) -> tuple[ProjectionModule, ...]:
     attention, found = model.get_submodule(path), []
     for row in family["projections"]:
-        projection = _projection(model, path, row["path"])
+        projection = find_projection(model, path, row["path"])
         if projection is None:
             if row["optional"]:
                 continue
