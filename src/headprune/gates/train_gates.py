@@ -115,8 +115,8 @@ def train_gates(
         refuse_unknown_kinds(config.attention)
         refuse_target(config.target_heads)
         context.stage("loading the model")
-        keep = config.train is Train.GATES and devices.computes_bfloat16()
-        opened = open_model(model, config.dtype, context.allowed, keep_bfloat16=keep)
+        frozen = config.train is Train.GATES
+        opened = open_model(model, config.dtype, context.allowed, calibrates=frozen)
         net, source = opened.net, opened.identity  # the fingerprint, before weights change
         refuse_without_text(net, "train-gates")
         attentions = of_kinds(opened.attentions, config.attention)

@@ -17,6 +17,7 @@ from headprune.model.batch import Batch, Task
 from headprune.model.embedding import Head, tokens_seen
 from headprune.model.placement import is_sharded
 
+_POSITIONS = 256  # whose divergence is computed at once
 OWN_SHARE = 0.5  # largest weight of a language model's own loss beside the divergence
 
 # outputs of heads without "logits"
@@ -102,9 +103,14 @@ def kl_divergence(
     mask: Tensor,
 ) -> Float[Tensor, ""]:
     """Return KL(target || logits) in nats, averaged over the positions where ``mask`` is not 0."""
-    log_p = F.log_softmax(target.float(), dim=-1)
-    log_q = F.log_softmax(logits.float(), dim=-1)
-    per_position = F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+
+    def of_each(target: Tensor, logits: Tensor) -> Tensor:
+        log_p, log_q = (F.log_softmax(x.float(), dim=-1) for x in (target, logits))
+        return F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+
+    # copies in float32 are as large as the vocabulary: of some positions at a time
+    parts = zip(target.split(_POSITIONS, 1), logits.split(_POSITIONS, 1), strict=True)
+    per_position = torch.cat([of_each(*part) for part in parts], 1)
     mask = mask.to(logits.device)
     return (per_position * mask).sum() / mask.sum()
 

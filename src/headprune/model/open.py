@@ -42,6 +42,7 @@ from headprune.model.stored import (
     refuse_quantised_tensors,
     stored_dtypes,
     stored_tensors,
+    uniform,
 )
 from headprune.placements import Placement, asked_placement, by_layers, in_shards
 from headprune.runtime.modeling_headprune import Attention
@@ -231,7 +232,7 @@ def open_model(
     source: str | Path,
     dtype: Dtype | torch.dtype = Dtype.AUTO,
     allowed: Allowed = Allowed(),
-    keep_bfloat16: bool = False,
+    calibrates: bool = False,
 ) -> Model:
     """Open a model to work on it.
 
@@ -239,7 +240,8 @@ def open_model(
         source: Folder or hub id.
         dtype: Element type to compute in; "auto" is float32 for a checkpoint in half precision.
         allowed: Permissions: code that comes with it, tensors to leave out.
-        keep_bfloat16: Leave bfloat16 as it is where ``dtype`` is "auto".
+        calibrates: Text is run through it and its weights stay: "auto" leaves bfloat16 as it is
+            where the device multiplies that without emulation, and no tensor has another type.
 
     Raises:
         HeadpruneError: If it cannot be read, or is quantised.
@@ -248,15 +250,16 @@ def open_model(
     refuse_quantised(source, model.config)
     refuse_quantised_tensors(source, model.tensors)
     if isinstance(dtype, Dtype):
-        dtype = compute_dtype(dtype, model.checkpoint_dtype, keep_bfloat16)
+        keep = calibrates and devices.computes_bfloat16() and uniform(model.tensors)
+        dtype = compute_dtype(dtype, model.checkpoint_dtype, keep)
     refuse_missing_dtype(dtype, devices.chosen())
     model.dtype = dtype
     return model
 
 
 def load(
-    model: str | Path, dtype: Dtype, allowed: Allowed = Allowed(), keep_bfloat16: bool = False
+    model: str | Path, dtype: Dtype, allowed: Allowed = Allowed()
 ) -> tuple[PreTrainedModel, ModelIdentity]:
     """Load a model to work on it, and name it; see ``open_model``."""
-    opened = open_model(model, dtype, allowed, keep_bfloat16)
+    opened = open_model(model, dtype, allowed)
     return opened.net, opened.identity

@@ -1,7 +1,9 @@
-"""The element type that a command computes in: float32 for a checkpoint in half precision.
+"""The element type that a command computes in.
 
-Half-precision numbers are float32 numbers too, so the model is the same. Its outputs then differ
-by 1e-6 from those of another order of summation; bfloat16 would leave 1e-2, which hides wrong cuts.
+A proof computes in float32. Half-precision numbers are float32 numbers too, so the model is the
+same; its outputs differ by 1e-6 from those of another order of summation. bfloat16 would leave
+1e-2, which hides wrong cuts. Calibration runs in bfloat16 where the device multiplies it: sums over
+many tokens average its rounding out.
 """
 
 from __future__ import annotations

@@ -258,6 +258,11 @@ def commonest_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype | None:
     return _FLOATS.get(counts.most_common(1)[0][0]) if counts else None
 
 
+def uniform(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Return whether all weights are of one element type."""
+    return len({tensor.dtype for tensor in tensors.values() if tensor.dtype in _FLOATS}) <= 1
+
+
 def refuse_quantised_tensors(model: str | Path, tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse weights in a type that no model computes in.
 

@@ -123,7 +123,8 @@ def convert_gqa(
     """
     refuse_request(config, calibrate, layout)
     context.stage("loading the model")
-    opened = open_model(model, config.dtype, context.allowed)
+    calibrates = calibrate is not None
+    opened = open_model(model, config.dtype, context.allowed, calibrates)
     refuse_unproven(opened, context)
     merged = merged_of(opened, config, calibrate, layout, context)
     writing = Writing(out_dtype=config.out_dtype)
@@ -297,7 +298,7 @@ def preview(
         )
     refuse_request(config, calibrate, layout)
     context.stage("loading the model")
-    loaded = open_model(model, config.dtype, context.allowed)
+    loaded = open_model(model, config.dtype, context.allowed, calibrates=True)
     opened = prepare_merging(loaded, config, calibrate, layout, context)
     assert opened.planned is not None
     ways = opened.planned.chosen

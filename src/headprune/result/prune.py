@@ -50,7 +50,7 @@ def prune(
     """
     refuse_request(request, refit)
     context.stage("reading the headers")
-    opened = open_model(model, calibration.dtype, context.allowed)
+    opened = open_model(model, calibration.dtype, context.allowed, calibrates=refit is not None)
     proposal = propose_removal(opened, request, refit, calibration, writing, context)
     pruned = write(opened, proposal.edit, output, proposal.changes, writing, context)
     return replace(pruned, warnings=(*pruned.warnings, *proposal.warnings))
