@@ -14,20 +14,17 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, EvaluateConfig
+from headprune.data.passages import Passage, lines_of, passage_words, passages
 from headprune.data.read import read_examples
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import evaluate as evaluation
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import Floats, Samples
 from headprune.evaluation.probes import (
-    Passage,
     answered,
     last_word_columns,
     last_words,
-    lines_of,
     needed,
-    passage_words,
-    passages,
 )
 from headprune.model.batch import most_tokens
 from headprune.model.passes import logits_at
@@ -279,7 +276,7 @@ def test_an_evaluation_says_which_words_of_the_passage_are_kept(
     (tmp_path / "text.txt").write_text("\n".join(text))
     data = DataConfig(source=str(tmp_path / "text.txt"))
     config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0, last_words=0)
-    given = passage_words(passages(text, 100, lambda one: one.told_before), words, None)
+    given = passage_words(read_examples(data), 100, words, None)
     assert len(given) == 24
     rows = needed(tiny.model("llama-gqa"), given, 4)
     alone = answered(tiny.model("llama-gqa"), [one.alone for one in given], 4)

@@ -65,7 +65,14 @@ def evaluate(model: Path, *more: object) -> dict[str, Any]:
         "--data",
         f"novel={SHIPPED / 'novel.txt.gz'}",
     ]
-    settings = ["--config", "seq_len=256", "--config", "passage_words=0"]
+    settings = [
+        "--config",
+        "seq_len=256",
+        "--config",
+        "passage_words=0",
+        "--config",
+        "last_words=40",
+    ]
     options = [*settings, "--max-windows", 24, report, *more]
     headprune("evaluate", model, *texts, *options)
     content: dict[str, Any] = json.loads(report.read_text())

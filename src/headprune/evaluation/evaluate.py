@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Context
+from headprune.data.passages import Prompt
 from headprune.data.read import Examples
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
@@ -34,7 +35,6 @@ from headprune.evaluation.probes import (
     NEEDLES,
     PASSAGE_WORDS,
     Needle,
-    Prompt,
     answered,
     last_word_columns,
     needed,

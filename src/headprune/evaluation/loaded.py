@@ -16,6 +16,7 @@ from headprune import devices
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Allowed
 from headprune.data.batches import label_reader
+from headprune.data.passages import PassageWord, Prompt, lines_of, passage_words, passages
 from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import by_sentence
 from headprune.data.sequences import tokenized_rows, translation_rows, windows
@@ -23,7 +24,7 @@ from headprune.data.tokens import around, refuse_beyond
 from headprune.evaluation import probes
 from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.metrics import Samples, within
-from headprune.evaluation.probes import LastWord, Needle, PassageWord, Prompt
+from headprune.evaluation.probes import LastWord, Needle
 from headprune.evaluation.quality import TokenLosses
 from headprune.evaluation.recall import COPYING, REPEATED, WORDS, WordMarks
 from headprune.evaluation.refusals import (
@@ -224,12 +225,10 @@ def _domain(
         limits = [most_tokens(net.config, tokenizer) for net in nets]  # all read the same passages
         most = min((limit for limit in limits if limit is not None), default=None)
         if config.last_words:
-            passages = probes.passages(probes.lines_of(examples), config.last_words)
-            words = probes.last_words(passages, tokenizer, most)
+            given = passages(lines_of(examples), config.last_words)
+            words = probes.last_words(given, tokenizer, most)
         if config.passage_words and len(nets) == 2:
-            lines = probes.lines_of(examples)
-            told = probes.passages(lines, config.passage_words, lambda one: one.told_before)
-            of_passage = probes.passage_words(told, tokenizer, most)
+            of_passage = passage_words(examples, config.passage_words, tokenizer, most)
     if config.needle and not name:
         most, known = most_tokens(nets[0].config, tokenizer), vocabulary_of(nets[0])
         needles = probes.needles(examples, tokenizer, most, config, config.seed, known)

@@ -3,11 +3,8 @@
 An answer is right if each of its tokens is the likeliest one, given those before it, which is what
 greedy decoding would write. One pass over prompt and answer tells.
 
-**Last words**, in the spirit of LAMBADA (Paperno et al. 2016, arXiv 1606.06031), from any text:
-a line that is blank or a heading (it begins with # or =) separates; the text between is cut into
-passages of whole sentences. A passage ends with the first sentence that brings it to 50 words
-(some 64 tokens) and ends with a word of four letters or more; one of more than 150 words is left
-out. Its last word is the answer; words that stand earlier in the passage also count apart.
+**Last words**, in the spirit of LAMBADA (Paperno et al. 2016, arXiv 1606.06031), of passages from
+any text (``data.passages``); words that stand earlier in the passage also count apart.
 
 **Passage words** are last words that only the passage tells: they stand in it, but not in their own
 sentence, and the original predicts them after the passage, not after that sentence alone.
@@ -19,10 +16,8 @@ from far back: a cut may keep it and retrieve nothing beyond a few hundred token
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile, zip_longest
 from typing import Any
 
 import numpy as np
@@ -32,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headprune.config import NEEDLE_DEPTHS, NEEDLE_LENGTHS, NeedleConfig
+from headprune.data.passages import Passage, PassageWord, Prompt, prompt_of
 from headprune.data.read import Examples
 from headprune.data.sequences import windows
 from headprune.data.tokens import around
@@ -45,45 +41,10 @@ PASSAGE_WORDS = ("passage_word_hits",)
 NEEDLES = ("needle_hits",)
 FEWEST = 50  # passage words that a share of them rests on
 
-_MOST_TEXT = 10**7  # characters that passages are cut from
-_WORDS = range(50, 151)  # of a passage
-_LETTERS = 4  # of a last word, at least
-_STOPS = ".!?"
-_OPENING, _CLOSING = "\"'`“‘«([", "\"'”’»)]"
 
 _FACT = "\nThe secret number of the {key} is"
 _KEYS = ("bridge", "castle", "engine", "forest", "garden", "island", "kitchen", "river", "village")
 _LEAST_TEXT = 16  # tokens around a needle
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Tokens of a context and its answer, which begins at ``start``."""
-
-    ids: list[int]
-    start: int
-
-
-@dataclass(frozen=True)
-class Passage:
-    """Sentences without their last word.
-
-    Attributes:
-        context: The sentences.
-        word: The word.
-        seen: Whether it stands in the context, in any case.
-        sentence: The last sentence of the context.
-    """
-
-    context: str
-    word: str
-    seen: bool
-    sentence: str = ""
-
-    @property
-    def told_before(self) -> bool:
-        """True if the word stands in the context, but not in its own sentence."""
-        return self.seen and not _stands_in(self.sentence, self.word)
 
 
 @dataclass(frozen=True)
@@ -92,14 +53,6 @@ class LastWord:
 
     row: Prompt
     seen: bool
-
-
-@dataclass(frozen=True)
-class PassageWord:
-    """A last word that stands earlier in its passage: after the passage, and after its sentence."""
-
-    row: Prompt
-    alone: Prompt
 
 
 @dataclass(frozen=True)
@@ -115,14 +68,6 @@ class Needle:
     row: Prompt
     depth: float
     fact: range
-
-
-def prompt_of(tokenizer: Any, context: str, answer: str, before: Sequence[int] = ()) -> Prompt:
-    """Return a context and, after a space, its answer, in tokens; ``before`` precede them."""
-    texts = [context, f"{context} {answer}"]
-    alone, ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))
-    return Prompt([*before, *ids], len(before) + sum(1 for _ in same))
 
 
 @torch.no_grad()
@@ -180,24 +125,6 @@ def last_word_columns(words: Sequence[LastWord], hits: Floats) -> dict[str, Floa
     return dict(list(columns.items())[: 3 if seen.any() else 1 if len(hits) else 0])
 
 
-def passage_words(
-    given: Iterable[Passage], tokenizer: Any, most: int | None
-) -> tuple[PassageWord, ...]:
-    """Return passages as prompts, without those of more than ``most`` tokens."""
-    before = around(tokenizer).before
-    words = (
-        PassageWord(
-            *(prompt_of(tokenizer, text, one.word, before) for text in (one.context, one.sentence))
-        )
-        for one in given
-    )
-    return tuple(
-        word
-        for word in words
-        if word.row.start and word.alone.start and (most is None or len(word.row.ids) <= most)
-    )
-
-
 def needed(
     model: PreTrainedModel,
     words: Sequence[PassageWord],
@@ -209,86 +136,6 @@ def needed(
     known = [word for word, hit in zip(words, hits, strict=True) if hit]
     hits = answered(model, [word.alone for word in known], batch_size)
     return [word.row for word, hit in zip(known, hits, strict=True) if not hit]
-
-
-def passages(
-    texts: Iterable[str], count: int, among: Callable[[Passage], bool] = lambda passage: True
-) -> tuple[Passage, ...]:
-    """Cut text, in rows or lines, into passages; return ``count`` of some at most, evenly."""
-    whole = [passage for block in _blocks(texts) for passage in _cut(block) if among(passage)]
-    if len(whole) > count:
-        whole = [whole[place] for place in np.linspace(0, len(whole) - 1, count).astype(int)]
-    return tuple(whole)
-
-
-def lines_of(examples: Examples) -> Iterator[str]:
-    """Yield rows of data; of text files, which are apart, the lines."""
-    for document in examples.documents():
-        rest = ""
-        for piece in document:
-            *lines, rest = (rest + piece).split("\n")
-            yield from lines
-        yield rest
-        if not examples.rows_are_documents:
-            yield ""
-
-
-def _blocks(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the text between lines that separate, each on one line."""
-    lines: list[str] = []
-    for line in _lines(texts):
-        if not line or line.startswith(("#", "=")):
-            yield " ".join(lines)
-            lines = []
-        else:
-            lines.append(line)
-    yield " ".join(lines)
-
-
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    left = _MOST_TEXT
-    for text in texts:
-        for line in text[:left].splitlines() or [""]:
-            yield line.strip()
-        left -= len(text)
-        if left <= 0:
-            return
-
-
-def _cut(block: str) -> Iterator[Passage]:
-    words: list[str] = []
-    for sentence in _sentences(block):
-        words += sentence
-        passage = _without_end(words, len(sentence)) if len(words) >= _WORDS.start else None
-        if passage is not None and len(words) in _WORDS:
-            yield passage
-        if passage is not None or len(words) >= _WORDS.stop:
-            words = []
-
-
-def _sentences(block: str) -> Iterator[list[str]]:
-    """Yield the words of every sentence: up to a full stop that no small letter follows."""
-    sentence: list[str] = []
-    words = block.split()
-    for word, following in zip_longest(words, words[1:], fillvalue=""):
-        sentence.append(word)
-        stops = word.rstrip(_CLOSING).endswith(tuple(_STOPS))
-        if stops and not following.lstrip(_OPENING)[:1].islower():
-            yield sentence
-            sentence = []
-
-
-def _without_end(words: Sequence[str], of_last: int) -> Passage | None:
-    text = " ".join(words)
-    context, _, word = text.rstrip(f"{_STOPS}{_CLOSING} ").rpartition(" ")
-    if not (word.isalpha() and len(word) >= _LETTERS):
-        return None
-    before = " ".join(words[: len(words) - of_last])
-    return Passage(context, word, _stands_in(context, word), context[len(before) :].strip())
-
-
-def _stands_in(text: str, word: str) -> bool:
-    return word.lower() in re.findall(r"[^\W\d_]+", text.lower())
 
 
 def needles(
