@@ -140,7 +140,7 @@ def reconstruction(statistics: Statistics, units: Units) -> Tensor:
     "compensated",
     source="least squares on W_O, weighted with the loss' Fisher information (this project)",
     sees="the other heads of its layer can replace it, or the loss does not feel it",
-    needs=["gram", "curvature"],
+    needs=["gram", "curvature", "recall"],
     assumes_refit=True,
 )
 def compensated(statistics: Statistics, units: Units) -> Tensor:
@@ -148,7 +148,8 @@ def compensated(statistics: Statistics, units: Units) -> Tensor:
 
     As ``reconstruction``, with every coordinate of the output weighted by the loss. A small change
     r of the outputs changes the loss by r^T F r / 2. F is the Fisher information of the outputs, of
-    which the diagonal is taken.
+    which the diagonal is taken. Units that carry what only the passage tells rank above all others
+    (``recall.raised``).
     """
     felt = statistics.curvature.sqrt()[None, :, None]
     return _removal_costs(statistics, units, statistics.output_weight.double() * felt)

@@ -12,14 +12,17 @@ from transformers import PreTrainedModel
 from headprune.config import CalibrationConfig, DataConfig, ScoreConfig
 from headprune.context import Context
 from headprune.data.batches import calibration
-from headprune.data.read import digest_of_data, refuse_missing_file
+from headprune.data.passages import PassageWord, passage_words
+from headprune.data.read import digest_of_data, read_examples, refuse_missing_file
 from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
-from headprune.evidence.criteria import CRITERIA
+from headprune.evidence import recall
+from headprune.evidence.criteria import CRITERIA, per_unit
 from headprune.evidence.losses import losses_without
 from headprune.evidence.statistics import Need, Statistics, collect, first_not_finite
 from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
+from headprune.model.batch import most_tokens
 from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.open import Model, open_model
 from headprune.model.units import default_unit, fitted_gates, leaves_ragged
@@ -116,7 +119,10 @@ def scores_on(
                 "--label-column, or use fluctuation, wanda or reconstruction."
             )
     config = config.model_copy(update={"unit": unit})
-    evidence = gather(net, attentions, config, examples, context=context)
+    words: Sequence[PassageWord] = ()
+    if data is not None and "recall" in needs:
+        words = words_of(model, data)
+    evidence = gather(net, attentions, config, examples, words, context)
     if gates is not None:
         sizes = [len(members(unit, a.group_sizes)) for a in attentions]
         for statistics, part in zip(evidence, trained.split(sizes), strict=True):
@@ -137,10 +143,23 @@ def scores_on(
         else None,
         calibration=config.part(CalibrationConfig),
         tokens=examples.tokens if examples is not None else 0,
+        passages=len(words),
         ragged=leaves_ragged(attentions, unit),
         refits=examples is not None and refits(evidence, examples),
     )
     return Scores(metadata, values), evidence
+
+
+def words_of(model: Model, data: DataConfig) -> Sequence[PassageWord]:
+    """Return words of a language model's text that stand earlier in their passage.
+
+    Too few of them tell nothing, and are left out.
+    """
+    if model.task != "causal-lm":
+        return ()
+    most = most_tokens(model.config, model.tokenizer)
+    words = passage_words(read_examples(data), recall.PASSAGES, model.tokenizer, most)
+    return words if len(words) >= recall.FEWEST else ()
 
 
 def needs_of(criteria: Sequence[str]) -> frozenset[Need]:
@@ -159,6 +178,7 @@ def gather(
     attentions: Sequence[Attention],
     config: ScoreConfig,
     examples: Sequences | None,
+    words: Sequence[PassageWord] = (),
     context: Context = Context(),
 ) -> list[Statistics]:
     """Collect the statistics of some criteria: one pass, and one more per unit for "losses".
@@ -168,6 +188,7 @@ def gather(
         attentions: The modules to score.
         config: Criteria, unit and seed.
         examples: The data.
+        words: Words that stand earlier in their passage, for "recall".
         context: Progress.
     """
     needs = needs_of(config.criterion)
@@ -185,6 +206,11 @@ def gather(
             if part.runs:
                 tokens, instead = part.activations.tokens, f"leave out {_listed(needing)}"
                 refuse_singular(attention, tokens, width, instead)
+    if "recall" in needs and words:
+        context.stage("looking for what only passages tell")
+        effects = recall.effects(net, attentions, context.each(words))
+        for part, effect in zip(statistics, effects, strict=True):
+            part.collected["recall"] = effect
     if "losses" in needs:
         context.stage("leaving heads out")
         unit = config.unit or default_unit(attentions)
@@ -222,7 +248,12 @@ def scores_of(
                 "in this dtype or its weights are damaged. Try --config dtype=float32."
             )
         parts.append(scores.double())
-    return torch.cat(parts)
+    scores = torch.cat(parts)
+    if "recall" in CRITERIA[name].needs and all("recall" in s.collected for s in statistics):
+        pairs = zip(statistics, attentions, strict=True)
+        carried = [per_unit(s.recall, members(unit, a.group_sizes)) for s, a in pairs]
+        scores = recall.raised(scores, torch.cat(carried))
+    return scores
 
 
 def refits(statistics: Sequence[Statistics], examples: Sequences) -> bool:

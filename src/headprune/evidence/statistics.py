@@ -30,7 +30,9 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.dtypes import in_float32
 from headprune.tensors.least_squares import outer_sum
 
-Need = Literal["gradients", "activations", "gram", "curvature", "attention", "losses", "gates"]
+Need = Literal[
+    "gradients", "activations", "gram", "curvature", "attention", "losses", "gates", "recall"
+]
 """A statistic of ``Statistics``, by the name of its attribute."""
 
 Units = Sequence[Sequence[int]]
@@ -117,6 +119,11 @@ class Statistics:
     def gates(self) -> Float[Tensor, " units"]:
         """log_alpha of trained gates; above all others where they stayed open."""
         return self._get("gates")
+
+    @property
+    def recall(self) -> Float[Tensor, " heads"]:
+        """Words that only the passage tells, and that go with a head (``recall.effects``)."""
+        return self._get("recall")
 
     def _get(self, need: Need) -> Tensor:
         value: Tensor = self.collected[need]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import ScoreConfig
 from headprune.context import Context
+from headprune.data.passages import PassageWord
 from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
 from headprune.evidence.score import gather, refits, scores_of
@@ -62,6 +63,7 @@ def choose_and_refit(
     gates: Gates,
     heads: int,
     examples: Sequences,
+    words: Sequence[PassageWord],
     context: Context,
 ) -> None:
     """Close the gates of the units that matter least, and refit every W_O to the others.
@@ -72,6 +74,7 @@ def choose_and_refit(
         gates: Their gates.
         heads: Query heads that stay.
         examples: Calibration text.
+        words: Words of it that stand earlier in their passage.
         context: Progress.
 
     Raises:
@@ -81,7 +84,7 @@ def choose_and_refit(
     try:
         with _in_float32(net):
             config = ScoreConfig(criterion=(CRITERION,), unit=gates.unit)
-            evidence = gather(net, attentions, config, examples, context=context)
+            evidence = gather(net, attentions, config, examples, words, context)
             scores = scores_of(CRITERION, evidence, attentions, gates.unit)
             kept = set(keep_best(scores.tolist(), gates.unit_sizes, heads))
             gates.settle(sorted(kept), scores)

@@ -31,6 +31,7 @@ from headprune.data.batches import batches, calibration
 from headprune.data.read import refuse_missing_file
 from headprune.data.text import Sequences
 from headprune.errors import DataError, HeadpruneError
+from headprune.evidence.score import words_of
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, Loss, labelled
 from headprune.gates.refitted import can_refit, choose_and_refit, original_of, output_weights
@@ -174,7 +175,8 @@ def _trained(
     if refitting and not (resume and processes.on_main(run.newest)):
         assert examples is not None
         _announce(context, examples.tokens, config, steps)
-        choose_and_refit(net, attentions, gates, sparsity.heads, examples, context)
+        words = words_of(model, data)
+        choose_and_refit(net, attentions, gates, sparsity.heads, examples, words, context)
     context.stage("training")
     with gated(attentions, gates.source), stop_on_interrupt() as stopped:
         callback = GateCallback(trainer, context.step, stopped.is_set)
