@@ -20,12 +20,9 @@ from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import evaluate as evaluation
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import Floats, Samples
-from headprune.evaluation.probes import (
-    answered,
-    last_word_columns,
-    last_words,
-    needed,
-)
+from headprune.evaluation.probes import last_word_columns, last_words
+from headprune.evidence.recall import needed
+from headprune.model.answers import answered
 from headprune.model.batch import most_tokens
 from headprune.model.passes import logits_at
 from tests import tiny

@@ -16,7 +16,8 @@ from headprune.config import DataConfig, EvaluateConfig, NeedleConfig
 from headprune.data.read import Examples, read_examples
 from headprune.errors import DataError
 from headprune.evaluation.evaluate import evaluate, retrieved
-from headprune.evaluation.probes import Needle, answered, needles
+from headprune.evaluation.probes import Needle, needles
+from headprune.model.answers import answered
 from tests import tiny
 
 SAID = "The secret number of the is . bridge castle engine forest garden island kitchen river"

@@ -9,41 +9,34 @@ import torch
 from torch import Tensor
 
 from headprune.config import DataConfig, ScoreConfig
-from headprune.data.passages import PassageWord, Prompt, passage_words
+from headprune.data.passages import passage_words
 from headprune.data.read import read_examples
 from headprune.evidence import recall
 from headprune.evidence.criteria import per_unit
 from headprune.evidence.recall import effects
 from headprune.evidence.score import score
+from headprune.model.answers import Prompt
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
 from headprune.tensors.units import Unit, members
 from tests import tiny
 from tests.test_last_words import passage_text, tokenizer
 
-ROW, ALONE = [5, 9, 12, 7, 20, 33, 9, 12, 3, 8], [33, 9, 12, 3, 8]
-WORDS = [
-    PassageWord(Prompt(ROW, 8), Prompt(ALONE, 3)),
-    PassageWord(Prompt(ROW[::-1], 9), Prompt(ALONE[::-1], 4)),
-]
+WORDS = [Prompt([5, 9, 12, 7, 20, 33, 9, 12, 3, 8], 8), Prompt([8, 3, 12, 9, 33, 20, 7], 6)]
 
 
-def added(model: torch.nn.Module, gates: list[Tensor]) -> float:
-    """The probability that passages add to their words, without ``evidence.recall``."""
+def log_probability(model: torch.nn.Module, gates: list[Tensor]) -> float:
+    """That of the words, without ``evidence.recall``."""
     total = 0.0
     with torch.no_grad(), gated(attention_of(model), fixed(gates)):
         for word in WORDS:
-            for sign, prompt in ((1, word.row), (-1, word.alone)):
-                ids = torch.tensor([prompt.ids])
-                p = model(input_ids=ids).logits[0].double().softmax(-1)
-                places = range(prompt.start, len(prompt.ids))
-                total += sign * float(
-                    torch.tensor([p[at - 1, prompt.ids[at]] for at in places]).prod()
-                )
+            log_p = model(input_ids=torch.tensor([word.ids])).logits[0].log_softmax(-1)
+            places = range(word.start, len(word.ids))
+            total += sum(float(log_p[at - 1, word.ids[at]]) for at in places)
     return total
 
 
-def test_effects_are_the_slope_of_what_passages_add() -> None:
+def test_effects_are_the_slope_of_the_log_probability() -> None:
     model = tiny.model("llama-gqa", torch.float64)
     attentions = attention_of(model)
     measured = torch.cat(effects(model, attentions, WORDS))
@@ -54,7 +47,7 @@ def test_effects_are_the_slope_of_what_passages_add() -> None:
             for sign in (1, -1):
                 gates = [torch.ones(a.query_heads, dtype=torch.float64) for a in attentions]
                 gates[module][head] += sign * step
-                values.append(added(model, gates))
+                values.append(log_probability(model, gates))
             slopes.append((values[0] - values[1]) / (2 * step))
     slope = torch.tensor(slopes, dtype=torch.float64)
     assert float((measured - slope).abs().max()) < 1e-3 * float(slope.abs().max())
@@ -79,21 +72,19 @@ def test_scores_rank_them_first_where_the_text_has_passages(
     folder = tiny.save(model, tmp_path / "model")
     words.save_pretrained(folder)
     text = tmp_path / "text.txt"
-    text.write_text("\n".join(passage_text(model, words, recall.FEWEST)))
+    text.write_text("\n".join(passage_text(model, words, 24)))
     data, config = DataConfig(source=str(text)), ScoreConfig(unit=unit, seq_len=16)
-    plain = score(
-        folder, tmp_path / "plain", config.model_copy(update={"criterion": ("fisher",)}), data
-    )
-    assert plain.metadata.passages == 0
+    plain = config.model_copy(update={"criterion": ("fisher",)})
+    assert not score(folder, tmp_path / "plain", plain, data).metadata.recalls
     kept = score(folder, tmp_path / "kept", config, data)
-    assert kept.metadata.passages == recall.FEWEST
-    given = passage_words(read_examples(data), 100, words, None)
-    heads = effects(model, attention_of(model), given)
+    assert kept.metadata.recalls
+    told = recall.needed(model, passage_words(read_examples(data), 100, words, None), 4)
+    heads = effects(model, attention_of(model), told)
     units = [members(unit, a.group_sizes) for a in attention_of(model)]
     carried = torch.cat([per_unit(h, u) for h, u in zip(heads, units, strict=True)])
     first = kept.scores["compensated"].argsort(descending=True)[: round(len(carried) * 2 / 9)]
     assert set(first.tolist()) == set(carried.topk(len(first)).indices.tolist())
-    monkeypatch.setattr(recall, "FEWEST", recall.FEWEST + 1)
+    monkeypatch.setattr(recall, "FEWEST", len(told) + 1)
     few = score(folder, tmp_path / "few", config, data)
-    assert few.metadata.passages == 0
+    assert not few.metadata.recalls
     assert not torch.equal(few.scores["compensated"], kept.scores["compensated"])

@@ -18,20 +18,13 @@ import numpy as np
 
 from headprune.data.read import Examples
 from headprune.data.tokens import around
+from headprune.model.answers import Prompt
 
 _MOST_TEXT = 10**7  # characters that passages are cut from
 _WORDS = range(50, 151)  # of a passage
 _LETTERS = 4  # of a last word, at least
 _STOPS = ".!?"
 _OPENING, _CLOSING = "\"'`“‘«([", "\"'”’»)]"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Tokens of a context and its answer, which begins at ``start``."""
-
-    ids: list[int]
-    start: int
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Context
-from headprune.data.passages import Prompt
 from headprune.data.read import Examples
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
@@ -35,9 +34,7 @@ from headprune.evaluation.probes import (
     NEEDLES,
     PASSAGE_WORDS,
     Needle,
-    answered,
     last_word_columns,
-    needed,
 )
 from headprune.evaluation.quality import Progress
 from headprune.evaluation.recall import (
@@ -59,6 +56,8 @@ from headprune.evaluation.report import (
     Retrieval,
 )
 from headprune.evaluation.tasks import task_scores
+from headprune.evidence.recall import needed
+from headprune.model.answers import Prompt, answered
 from headprune.model.cost import longest_context, model_cost
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 from headprune.model.placement import alone_on_device

@@ -16,7 +16,7 @@ from headprune import devices
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Allowed
 from headprune.data.batches import label_reader
-from headprune.data.passages import PassageWord, Prompt, lines_of, passage_words, passages
+from headprune.data.passages import PassageWord, lines_of, passage_words, passages
 from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import by_sentence
 from headprune.data.sequences import tokenized_rows, translation_rows, windows
@@ -34,6 +34,7 @@ from headprune.evaluation.refusals import (
     refuse_unfit,
 )
 from headprune.evaluation.tasks import refuse_tasks
+from headprune.model.answers import Prompt
 from headprune.model.batch import most_tokens, usable_length
 from headprune.model.loading import (
     CLASSIFIERS,

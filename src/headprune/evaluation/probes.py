@@ -1,13 +1,9 @@
 """Probes of a causal language model: prompts, and whether it answers them.
 
-An answer is right if each of its tokens is the likeliest one, given those before it, which is what
-greedy decoding would write. One pass over prompt and answer tells.
-
 **Last words**, in the spirit of LAMBADA (Paperno et al. 2016, arXiv 1606.06031), of passages from
 any text (``data.passages``); words that stand earlier in the passage also count apart.
 
-**Passage words** are last words that only the passage tells: they stand in it, but not in their own
-sentence, and the original predicts them after the passage, not after that sentence alone.
+**Passage words** are last words that only the passage tells (``evidence.recall.needed``).
 
 **Needles**: a sentence with a random number of five digits is put into text, at some depth. After
 the text the sentence begins again; its number is the answer. Perplexity hardly weighs what comes
@@ -21,26 +17,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 from headprune.config import NEEDLE_DEPTHS, NEEDLE_LENGTHS, NeedleConfig
-from headprune.data.passages import Passage, PassageWord, Prompt, prompt_of
+from headprune.data.passages import Passage, prompt_of
 from headprune.data.read import Examples
 from headprune.data.sequences import windows
 from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.evaluation.metrics import Floats
-from headprune.evaluation.quality import Progress
-from headprune.model.passes import logits_at
+from headprune.model.answers import Prompt
 
 LAST_WORDS = ("last_word_hits", "seen_last_words", "seen_last_word_hits")
 PASSAGE_WORDS = ("passage_word_hits",)
 NEEDLES = ("needle_hits",)
 FEWEST = 50  # passage words that a share of them rests on
-
 
 _FACT = "\nThe secret number of the {key} is"
 _KEYS = ("bridge", "castle", "engine", "forest", "garden", "island", "kitchen", "river", "village")
@@ -70,43 +61,6 @@ class Needle:
     fact: range
 
 
-@torch.no_grad()
-def answered(
-    model: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    batch_size: int,
-    progress: Progress = lambda done, total: None,
-) -> Floats:
-    """Return, per prompt, 1 where the model gives its answer, else 0.
-
-    Args:
-        model: A causal language model.
-        prompts: None longer than the model takes.
-        batch_size: Prompts per forward pass; no result depends on it.
-        progress: Called with prompts done and prompts in all.
-    """
-    by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
-    hits = np.zeros(len(prompts))
-    for start in range(0, len(prompts), batch_size):
-        part = by_length[start : start + batch_size]
-        hits[part] = _hits(model, [prompts[number] for number in part])
-        progress(start + len(part), len(prompts))
-    return hits
-
-
-def _hits(model: PreTrainedModel, prompts: Sequence[Prompt]) -> Floats:
-    ids = pad_sequence([torch.tensor(prompt.ids) for prompt in prompts], batch_first=True)
-    lengths = torch.tensor([len(prompt.ids) for prompt in prompts])
-    mask = torch.arange(ids.shape[1]) < lengths[:, None]
-    first = torch.tensor([prompt.start for prompt in prompts])
-    places = first[:, None] + torch.arange(int((lengths - first).max()))
-    inside = places < lengths[:, None]
-    places = places.minimum(lengths[:, None] - 1)  # of shorter answers, the last token again
-    likeliest = logits_at(model, ids, mask.long(), places - 1).argmax(-1).cpu()
-    right: Floats = ((likeliest == ids.gather(1, places)) | ~inside).all(1).double().numpy()
-    return right
-
-
 def last_words(given: Iterable[Passage], tokenizer: Any, most: int | None) -> tuple[LastWord, ...]:
     """Return passages as prompts, without those of more than ``most`` tokens."""
     before = around(tokenizer).before
@@ -123,19 +77,6 @@ def last_word_columns(words: Sequence[LastWord], hits: Floats) -> dict[str, Floa
     seen = np.array([float(word.seen) for word in words])
     columns = dict(zip(LAST_WORDS, (hits, seen, hits * seen), strict=True))
     return dict(list(columns.items())[: 3 if seen.any() else 1 if len(hits) else 0])
-
-
-def needed(
-    model: PreTrainedModel,
-    words: Sequence[PassageWord],
-    batch_size: int,
-    progress: Progress = lambda done, total: None,
-) -> list[Prompt]:
-    """Return the passages that the original needs: without them it does not predict the word."""
-    hits = answered(model, [word.row for word in words], batch_size, progress)
-    known = [word for word, hit in zip(words, hits, strict=True) if hit]
-    hits = answered(model, [word.alone for word in known], batch_size)
-    return [word.row for word, hit in zip(known, hits, strict=True) if not hit]
 
 
 def needles(

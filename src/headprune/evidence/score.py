@@ -143,7 +143,7 @@ def scores_on(
         else None,
         calibration=config.part(CalibrationConfig),
         tokens=examples.tokens if examples is not None else 0,
-        passages=len(words),
+        recalls=all("recall" in part.collected for part in evidence),
         ragged=leaves_ragged(attentions, unit),
         refits=examples is not None and refits(evidence, examples),
     )
@@ -151,15 +151,11 @@ def scores_on(
 
 
 def words_of(model: Model, data: DataConfig) -> Sequence[PassageWord]:
-    """Return words of a language model's text that stand earlier in their passage.
-
-    Too few of them tell nothing, and are left out.
-    """
+    """Return words of a language model's text that stand earlier in their passage."""
     if model.task != "causal-lm":
         return ()
     most = most_tokens(model.config, model.tokenizer)
-    words = passage_words(read_examples(data), recall.PASSAGES, model.tokenizer, most)
-    return words if len(words) >= recall.FEWEST else ()
+    return passage_words(read_examples(data), recall.PASSAGES, model.tokenizer, most)
 
 
 def needs_of(criteria: Sequence[str]) -> frozenset[Need]:
@@ -206,11 +202,14 @@ def gather(
             if part.runs:
                 tokens, instead = part.activations.tokens, f"leave out {_listed(needing)}"
                 refuse_singular(attention, tokens, width, instead)
-    if "recall" in needs and words:
-        context.stage("looking for what only passages tell")
-        effects = recall.effects(net, attentions, context.each(words))
+    if "recall" in needs and len(words) >= recall.FEWEST:
+        context.stage("looking for words that only passages tell")
+        told = recall.needed(net, words, config.batch_size, context.step)[: recall.WORDS]
+        context.stage("looking for the heads that carry them")
+        effects = recall.effects(net, attentions, context.each(told))
         for part, effect in zip(statistics, effects, strict=True):
-            part.collected["recall"] = effect
+            if len(told) >= recall.FEWEST:  # fewer tell nothing
+                part.collected["recall"] = effect
     if "losses" in needs:
         context.stage("leaving heads out")
         unit = config.unit or default_unit(attentions)

@@ -28,7 +28,8 @@ from headprune.data.read import read_examples
 from headprune.data.text import Sequences, Text, evenly
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.evaluation.probes import Needle, answered, needles
+from headprune.evaluation.probes import Needle, needles
+from headprune.model.answers import answered
 from headprune.model.batch import Batch, most_tokens
 from headprune.model.loading import task_of, vocabulary_of
 from headprune.role.attended import Facts

@@ -45,7 +45,7 @@ class ScoresMetadata(BaseModel):
         data_sha256: Digest of these files; None of data of the hub.
         calibration: Settings of the calibration.
         tokens: Tokens that were used.
-        passages: Passages that showed which units carry what only a passage tells.
+        recalls: True if units that carry what only the passage tells were looked for.
         ragged: True if a cut may leave KV heads with unequal numbers of queries; ``prune`` then
             needs ``--layout ragged``.
         refits: True if W_O can be refitted on that text.
@@ -67,7 +67,7 @@ class ScoresMetadata(BaseModel):
     data_sha256: Digest | None = None
     calibration: CalibrationConfig
     tokens: Count
-    passages: Count = 0
+    recalls: bool = False
     ragged: bool = False
     refits: bool = True
     id: Digest | None = None
