@@ -56,16 +56,17 @@ def test_effects_are_the_slope_of_the_log_probability() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_units_that_carry_words_come_first_and_the_others_keep_their_order() -> None:
-    scores = torch.tensor([5.0, 1.0, 3.0, 2.0, 4.0, 0.0, 8.0, 7.0, 6.0])
-    carried = torch.tensor([0.0, 9.0, -9.0, 8.0, 0.1, 0.2, 0.3, 0.0, 0.0])
-    order = recall.raised(scores, carried).argsort(descending=True).tolist()
-    assert order == [3, 1, 6, 7, 8, 0, 4, 2, 5]  # two of nine, the more replaceable one last
-    assert torch.equal(scores, torch.tensor([5.0, 1.0, 3.0, 2.0, 4.0, 0.0, 8.0, 7.0, 6.0]))
+def test_scores_are_raised_by_a_share_of_their_sum() -> None:
+    scores, carried = torch.tensor([60.0, 39.0, 1.0, 0.0]), torch.tensor([-5.0, 0.0, 1.0, 3.0])
+    more = 100 * recall.SHARE
+    raised = recall.raised(scores, carried)
+    assert raised.tolist() == pytest.approx([60.0, 39.0, 1 + more / 4, more * 3 / 4])
+    assert raised[3] > raised[2] and scores[3] < scores[2]
+    assert torch.equal(recall.raised(scores, -carried.abs()), scores)
 
 
 @pytest.mark.parametrize("unit", [Unit.HEAD, Unit.KV_GROUP])
-def test_scores_rank_them_first_where_the_text_has_passages(
+def test_scores_are_raised_where_the_text_has_passages(
     unit: Unit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, words = tiny.model("llama-gqa"), tokenizer()
@@ -82,9 +83,9 @@ def test_scores_rank_them_first_where_the_text_has_passages(
     heads = effects(model, attention_of(model), told)
     units = [members(unit, a.group_sizes) for a in attention_of(model)]
     carried = torch.cat([per_unit(h, u) for h, u in zip(heads, units, strict=True)])
-    first = kept.scores["compensated"].argsort(descending=True)[: round(len(carried) * 2 / 9)]
-    assert set(first.tolist()) == set(carried.topk(len(first)).indices.tolist())
     monkeypatch.setattr(recall, "FEWEST", len(told) + 1)
     few = score(folder, tmp_path / "few", config, data)
     assert not few.metadata.recalls
-    assert not torch.equal(few.scores["compensated"], kept.scores["compensated"])
+    now, before = (each.scores["compensated"] for each in (kept, few))
+    assert torch.allclose(now, recall.raised(before, carried))
+    assert not torch.allclose(now, recall.raised(before, carried.roll(1)))
