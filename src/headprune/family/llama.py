@@ -47,19 +47,18 @@ _FULL_WIDTH_NORMS: dict[str, Any] = {
     "fewer_kv_heads": "a norm runs over all K heads at once and would see other heads",
 }
 
+# laid out as Llama in all
+_PLAIN = """
+    llama mistral mixtral qwen2 qwen3 qwen3_moe gemma smollm3 granite starcoder2 apertus arcee
+    cohere2 ernie4_5 ernie4_5_moe exaone4 glm glm4 glm4_moe granitemoe hunyuan_v1_dense
+    hunyuan_v1_moe jais2 ministral ministral3 nanochat nemotron olmo phimoe qwen2_moe seed_oss
+    vaultgemma
+"""
+
 ROWS = (
-    llama_like("llama"),
-    llama_like("mistral"),
-    llama_like("mixtral"),
-    llama_like("qwen2"),
-    llama_like("qwen3"),
-    llama_like("qwen3_moe"),
-    llama_like("gemma"),
+    *map(llama_like, _PLAIN.split()),
     llama_like("gemma2", refused=_BIDIRECTIONAL),
     llama_like("gemma3_text", refused=_BIDIRECTIONAL),
-    llama_like("smollm3"),
-    llama_like("granite"),
-    llama_like("starcoder2"),
     llama_like("gpt_oss", per_head={"sinks": "q"}),
     llama_like("cohere", per_head={"q_norm.weight": "q", "k_norm.weight": "k"}),
     llama_like("olmo2", **_FULL_WIDTH_NORMS),
@@ -90,28 +89,6 @@ ROWS = (
         },
         config_size_attributes={"num_attention_heads": "query_heads"},
     ),
-    llama_like("apertus"),
-    llama_like("arcee"),
-    llama_like("cohere2"),
-    llama_like("ernie4_5"),
-    llama_like("ernie4_5_moe"),
-    llama_like("exaone4"),
-    llama_like("glm"),
-    llama_like("glm4"),
-    llama_like("glm4_moe"),
-    llama_like("granitemoe"),
-    llama_like("hunyuan_v1_dense"),
-    llama_like("hunyuan_v1_moe"),
-    llama_like("jais2"),
-    llama_like("ministral"),
-    llama_like("ministral3"),
-    llama_like("nanochat"),
-    llama_like("nemotron"),
-    llama_like("olmo"),
-    llama_like("phimoe"),
-    llama_like("qwen2_moe"),
-    llama_like("seed_oss"),
-    llama_like("vaultgemma"),
     llama_like(
         "deepseek_v3",
         # latent attention: K and V of a head come out of the shared latent, together
