@@ -18,6 +18,7 @@ from headprune.evidence.score import score
 from headprune.model.answers import Prompt
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
+from headprune.placements import Placement, placing
 from headprune.tensors.units import Unit, members
 from tests import tiny
 from tests.test_last_words import passage_text, tokenizer
@@ -83,6 +84,9 @@ def test_scores_are_raised_where_the_text_has_passages(
     heads = effects(model, attention_of(model), told)
     units = [members(unit, a.group_sizes) for a in attention_of(model)]
     carried = torch.cat([per_unit(h, u) for h, u in zip(heads, units, strict=True)])
+    with placing(Placement.LAYERS):
+        layers = score(folder, tmp_path / "layers", config, data)
+    assert torch.allclose(kept.scores["compensated"], layers.scores["compensated"], rtol=1e-4)
     monkeypatch.setattr(recall, "FEWEST", len(told) + 1)
     few = score(folder, tmp_path / "few", config, data)
     assert not few.metadata.recalls

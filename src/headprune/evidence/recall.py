@@ -55,7 +55,7 @@ def effects(
         attentions: Its attention modules.
         words: The words, after their passages.
     """
-    gates = [torch.ones(1, a.query_heads, device=model.device) for a in attentions]
+    gates = [torch.ones(1, a.query_heads) for a in attentions]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)
     try:
