@@ -58,10 +58,10 @@ def test_effects_are_the_slope_of_the_log_probability() -> None:
 
 
 def test_scores_are_raised_by_a_share_of_their_sum() -> None:
-    scores, carried = torch.tensor([60.0, 39.0, 1.0, 0.0]), torch.tensor([-5.0, 0.0, 1.0, 3.0])
+    scores, carried = torch.tensor([60.0, 39.5, 0.5, 0.0]), torch.tensor([-5.0, 0.0, 1.0, 9.0])
     more = 100 * recall.SHARE
     raised = recall.raised(scores, carried)
-    assert raised.tolist() == pytest.approx([60.0, 39.0, 1 + more / 4, more * 3 / 4])
+    assert raised.tolist() == pytest.approx([60.0, 39.5, 0.5 + more / 10, more * 9 / 10])
     assert raised[3] > raised[2] and scores[3] < scores[2]
     assert torch.equal(recall.raised(scores, -carried.abs()), scores)
 
