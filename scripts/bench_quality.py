@@ -34,13 +34,15 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.context import Context
+from headprune.data.passages import lines_of, passages
 from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import packed_sequences
 from headprune.evaluation.metrics import Samples
-from headprune.evaluation.probes import answered, last_word_columns, last_words, lines_of, passages
+from headprune.evaluation.probes import last_word_columns, last_words
 from headprune.evaluation.quality import causal_losses
 from headprune.evaluation.recall import copying_losses
 from headprune.gates.train_gates import train_gates
+from headprune.model.answers import answered
 from headprune.model.batch import most_tokens
 from headprune.model.loading import load_tokenizer
 from headprune.planning.from_evidence import CutRequest

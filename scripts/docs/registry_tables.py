@@ -52,6 +52,7 @@ _NEEDS = {
     "losses": "a loss, one pass per unit",
     "activations": "text",
     "gram": "text",
+    "recall": "text",
     "attention": "text, with attention weights",
     "gates": "trained gates (`--gates DIR`)",
 }

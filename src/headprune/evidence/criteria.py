@@ -148,8 +148,8 @@ def compensated(statistics: Statistics, units: Units) -> Tensor:
 
     As ``reconstruction``, with every coordinate of the output weighted by the loss. A small change
     r of the outputs changes the loss by r^T F r / 2. F is the Fisher information of the outputs, of
-    which the diagonal is taken. Units are raised by what they carry of words that only the passage
-    tells (``recall.raised``).
+    which the diagonal is taken. In language models, units that carry words that only their passage
+    tells are raised (``recall.raised``).
     """
     felt = statistics.curvature.sqrt()[None, :, None]
     return _removal_costs(statistics, units, statistics.output_weight.double() * felt)

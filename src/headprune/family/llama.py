@@ -48,15 +48,15 @@ _FULL_WIDTH_NORMS: dict[str, Any] = {
 }
 
 # laid out as Llama in all
-_PLAIN = """
-    llama mistral mixtral qwen2 qwen3 qwen3_moe gemma smollm3 granite starcoder2 apertus arcee
-    cohere2 ernie4_5 ernie4_5_moe exaone4 glm glm4 glm4_moe granitemoe hunyuan_v1_dense
-    hunyuan_v1_moe jais2 ministral ministral3 nanochat nemotron olmo phimoe qwen2_moe seed_oss
-    vaultgemma
-"""
+_PLAIN = (
+    "llama mistral mixtral qwen2 qwen3 qwen3_moe gemma smollm3 granite starcoder2 apertus arcee",
+    "cohere2 ernie4_5 ernie4_5_moe exaone4 glm glm4 glm4_moe granitemoe hunyuan_v1_dense",
+    "hunyuan_v1_moe jais2 ministral ministral3 nanochat nemotron olmo phimoe qwen2_moe seed_oss",
+    "vaultgemma",
+)
 
 ROWS = (
-    *map(llama_like, _PLAIN.split()),
+    *(llama_like(name) for line in _PLAIN for name in line.split()),
     llama_like("gemma2", refused=_BIDIRECTIONAL),
     llama_like("gemma3_text", refused=_BIDIRECTIONAL),
     llama_like("gpt_oss", per_head={"sinks": "q"}),
