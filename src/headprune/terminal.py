@@ -120,8 +120,8 @@ class _Far(ProgressColumn):
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts: tuple[int, int] | None = None
-        self.all_began = time.monotonic()
+        self.all_began: float | None = None
+        self.ends = 0.0
         self.stage("starting")
 
     def stage(self, what: str) -> None:
@@ -134,30 +134,27 @@ class _Far(ProgressColumn):
         self.done, self.total, self.numbers = done, total, numbers
 
     def whole(self, done: int, total: int) -> None:
-        """Take note of what of the whole job is done."""
-        if self.parts is None:
-            self.all_began = time.monotonic()
-        self.parts = done, total
+        """Take note of what of the whole job is done; the rest takes as long, part by part."""
+        now = time.monotonic()
+        if self.all_began is None:
+            self.all_began = now
+        self.ends = now + (now - self.all_began) * (total - done) / done if done else 0.0
 
     def said(self) -> str:
         """Return steps done, time of this stage, and time left."""
         now = time.monotonic()
         told = [f"{self.done}/{self.total}"] if self.total else []
         told.append(_duration(now - self.began))
-        if left := _left(now - self.began, self.done, self.total):
-            told.append(f"{left} left here")
-        if self.parts is not None and (left := _left(now - self.all_began, *self.parts)):
-            told.append(f"{left} left in all")
+        if 0 < self.done < self.total:
+            left = (now - self.began) * (self.total - self.done) / self.done
+            told.append(f"about {_duration(left)} left here")
+        if self.ends > now:
+            told.append(f"about {_duration(self.ends - now)} left in all")
         return ", ".join([*told, *filter(None, [self.numbers])])
 
     def render(self, task: Task) -> Text:
         """Return what stands beside the bar."""
         return Text(self.said())
-
-
-def _left(seconds: float, done: int, total: int) -> str:
-    """Return how long the rest takes; "" where that is not known, or nothing is left."""
-    return f"about {_duration(seconds * (total - done) / done)}" if 0 < done < total else ""
 
 
 def _duration(seconds: float) -> str:

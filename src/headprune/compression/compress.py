@@ -192,7 +192,8 @@ class _Compression:
         stored = self.model.result_dtypes().default
         self.goal = goal_of(self.config, net, self.model.attentions, stored)
         self.candidates = candidates_for(self.goal)
-        self.parts = len(self.candidates) + (config.heal_steps is not None)
+        self.tried = sum(not candidate.fallback for candidate in self.candidates)
+        self.parts = self.tried + (config.heal_steps is not None)
 
     def outline(self) -> Outline:
         """Return the outline."""
@@ -260,7 +261,8 @@ class _Compression:
             def stage(what: str, where: str = where) -> None:
                 self.context.stage(f"{where}: {what}")
 
-            self.context.whole(number - 1, self.parts)
+            done = sum(not before.fallback for before in self.candidates[: number - 1])
+            self.context.whole(done, self.parts)
             folder, began = run.checkpoints / f"checkpoint-{number}", time.monotonic()
             try:
                 tried = kept(folder)
@@ -324,7 +326,7 @@ class _Compression:
         assert healing is not None
         steps = healing.steps
         name, began = f"{unhealed.name}, healed {steps} steps", time.monotonic()
-        self.context.whole(len(self.candidates), self.parts)
+        self.context.whole(self.tried, self.parts)
         try:
             healed = heal(
                 best.output,
