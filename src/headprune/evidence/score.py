@@ -205,10 +205,10 @@ def gather(
     if "recall" in needs and len(words) >= recall.FEWEST:
         context.stage("looking for words that only passages tell")
         told = recall.needed(net, words, config.batch_size, context.step)[: recall.WORDS]
-        context.stage("looking for the heads that carry them")
-        effects = recall.effects(net, attentions, context.each(told))
-        for part, effect in zip(statistics, effects, strict=True):
-            if len(told) >= recall.FEWEST:  # fewer tell nothing
+        if len(told) >= recall.FEWEST:  # fewer tell nothing
+            context.stage("looking for the heads that carry them")
+            effects = recall.effects(net, attentions, context.each(told))
+            for part, effect in zip(statistics, effects, strict=True):
                 part.collected["recall"] = effect
     if "losses" in needs:
         context.stage("leaving heads out")
