@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # for type checkers and the reference, which read these names
     from headprune.commands.heal import heal as heal
     from headprune.commands.inspect import inspect as inspect
     from headprune.commands.migrate import migrate as migrate
+    from headprune.commands.pad import pad as pad
     from headprune.commands.prune import prune as prune
     from headprune.commands.report import report as report
     from headprune.commands.roles import roles as roles
@@ -44,6 +45,7 @@ _COMMANDS = [
     "heal",
     "inspect",
     "migrate",
+    "pad",
     "prune",
     "report",
     "roles",

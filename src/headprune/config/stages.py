@@ -414,9 +414,15 @@ class ExportProofBy(str, Enum):
 
 
 class ExportConfig(Settings):
-    """The format of an export; ``like`` is a GGUF file whose tokenizer is taken over."""
+    """The format of an export.
+
+    Attributes:
+        like: A GGUF file whose tokenizer is taken over.
+        multiple_of: For "padded": the number that the heads divide by.
+    """
 
     to: str
     out_dtype: ExportDtype = ExportDtype.AUTO
     like: Path | None = None
+    multiple_of: Annotated[int, Field(ge=2, le=1024)] | None = None
     prove: ExportProofBy = ExportProofBy.AUTO

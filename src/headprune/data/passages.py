@@ -66,7 +66,7 @@ def prompt_of(tokenizer: Any, context: str, answer: str, before: Sequence[int] =
 
 
 def passage_words(
-    examples: Examples, count: int, tokenizer: Any, most: int | None
+    examples: Examples, count: int, tokenizer: Any, most: int | None, inside: bool = False
 ) -> tuple[PassageWord, ...]:
     """Return prompts whose answer stands in the passage, but not in its own sentence.
 
@@ -75,8 +75,9 @@ def passage_words(
         count: How many passages at most, from all over the text.
         tokenizer: The model's tokenizer.
         most: Tokens of a prompt at most; longer ones are left out.
+        inside: Passages also end inside their last sentence: some ten times as many.
     """
-    given = passages(lines_of(examples), count, lambda one: one.told_before)
+    given = passages(lines_of(examples), count, lambda one: one.told_before, inside)
     before = around(tokenizer).before
     words = (
         PassageWord(
@@ -92,10 +93,14 @@ def passage_words(
 
 
 def passages(
-    texts: Iterable[str], count: int, among: Callable[[Passage], bool] = lambda passage: True
+    texts: Iterable[str],
+    count: int,
+    among: Callable[[Passage], bool] = lambda passage: True,
+    inside: bool = False,
 ) -> tuple[Passage, ...]:
     """Cut text, in rows or lines, into passages; return ``count`` of some at most, evenly."""
-    whole = [passage for block in _blocks(texts) for passage in _cut(block) if among(passage)]
+    cut = (passage for block in _blocks(texts) for passage in _cut(block, inside))
+    whole = [passage for passage in cut if among(passage)]
     if len(whole) > count:
         whole = [whole[place] for place in np.linspace(0, len(whole) - 1, count).astype(int)]
     return tuple(whole)
@@ -135,13 +140,18 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
             return
 
 
-def _cut(block: str) -> Iterator[Passage]:
+def _cut(block: str, inside: bool) -> Iterator[Passage]:
     words: list[str] = []
     for sentence in _sentences(block):
+        first = len(words)
         words += sentence
-        passage = _without_end(words, len(sentence)) if len(words) >= _WORDS.start else None
-        if passage is not None and len(words) in _WORDS:
-            yield passage
+        passage = None
+        if len(words) >= _WORDS.start:
+            ends = range(first + 1, len(words) + 1) if inside else [len(words)]
+            for end in ends:
+                passage = _without_end(words[:end], first)
+                if passage is not None and end in _WORDS:
+                    yield passage
         if passage is not None or len(words) >= _WORDS.stop:
             words = []
 
@@ -158,12 +168,13 @@ def _sentences(block: str) -> Iterator[list[str]]:
             sentence = []
 
 
-def _without_end(words: Sequence[str], of_last: int) -> Passage | None:
+def _without_end(words: Sequence[str], first: int) -> Passage | None:
+    """Return words without the last one; their last sentence begins with word ``first``."""
     text = " ".join(words)
-    context, _, word = text.rstrip(f"{_STOPS}{_CLOSING} ").rpartition(" ")
+    context, _, word = text.rstrip(f"{_STOPS},;:{_CLOSING} ").rpartition(" ")
     if not (word.isalpha() and len(word) >= _LETTERS):
         return None
-    before = " ".join(words[: len(words) - of_last])
+    before = " ".join(words[:first])
     return Passage(context, word, _stands_in(context, word), context[len(before) :].strip())
 
 

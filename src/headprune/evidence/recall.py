@@ -22,7 +22,7 @@ from headprune.model.gating import gated
 from headprune.model.passes import logits_at
 from headprune.runtime.modeling_headprune import Attention
 
-PASSAGES = 160  # that are tried, at most
+PASSAGES = 256  # that are tried, at most
 WORDS = 64  # of them, at most, whose heads are looked for
 FEWEST = 16  # words that an order of heads rests on
 SHARE = 0.01  # of the sum of all scores, that effects add: docs/benchmarks/without-training.md

@@ -56,7 +56,7 @@ class Family:
         model_type: ``config.model_type`` of the family.
         attention: The kinds of attention the model has ("self"; "encoder", "decoder", "cross";
             "text", "vision"), each with the path of its modules below the base model, in which
-            ``*`` is one path segment.
+            ``*`` is one path segment, and ``|`` is between several.
         projections: The projections of one attention module.
         head_dim: Attribute of the attention module that holds the width of a head.
         size_attributes: Attributes of the attention module that change with the head counts, and
@@ -80,11 +80,16 @@ class Family:
         native_unless: Config attributes that make it impossible when they are truthy.
         fewer_kv_heads: Where fewer KV heads than query heads fit: "native" in the stock class,
             "runtime" in the class that travels with the result, or the reason why nowhere.
-        cached_width: Attributes of the attention module, joined by "+", with the numbers that one
-            token leaves in the cache; needed where these are not K and V of every KV head.
+        cached_width: Attributes of the attention module, or of modules in it, joined by "+", with
+            the numbers that one token leaves in the cache; needed where these are not K and V of
+            every KV head.
         expects_one_kv_per_query: True if the forward takes one KV head per query head. Then
             fewer are repeated before it sees them (and cached once nevertheless).
         caches_query_heads: Config attribute under which K and V are cached for every query head.
+        keeps_kv: True if K and V stay whole, since other layers read them. Every query head keeps
+            the KV head that it had.
+        keeps_a_head: True if a layer cannot lose all heads, since others take more from it than its
+            output.
         min_transformers: Lowest version of transformers whose classes look as the row says; None
             for the lowest that headprune runs on.
         refused: Config attributes that make a model of the family unsupported when they are
@@ -110,6 +115,8 @@ class Family:
     cached_width: str | None = None
     expects_one_kv_per_query: bool = False
     caches_query_heads: str | None = None
+    keeps_kv: bool = False
+    keeps_a_head: bool = False
     min_transformers: str | None = None
     refused: Mapping[str, str] = _nothing()
 
@@ -140,5 +147,6 @@ class Family:
             "shares_position_bias": self.shares_position_bias,
             "counts_keys_as_queries": self.expects_one_kv_per_query,
             "shares_by_runtime": self.fewer_kv_heads == "runtime",
+            "keeps_kv": self.keeps_kv,
             "without_heads": self.headless_output,
         }

@@ -10,7 +10,7 @@ from typing import Any
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.context import Context
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
-from headprune.formats import gguf, onnx, openvino, vllm
+from headprune.formats import gguf, onnx, openvino, pad, vllm
 from headprune.formats.format import ExportProof, ExportRecord, Format
 from headprune.formats.source import open_source
 from headprune.io.folders import hashing
@@ -24,6 +24,7 @@ from headprune.schemas.manifest import utc_now, versions
 FORMATS: Registry[Format] = Registry("format", PlanError)
 FORMATS.add("gguf", gguf.FORMAT)
 FORMATS.add("vllm", vllm.FORMAT)
+FORMATS.add("padded", pad.FORMAT)
 FORMATS.add("onnx", onnx.FORMAT)
 FORMATS.add("openvino", openvino.FORMAT)
 FORMATS.freeze()
@@ -80,7 +81,7 @@ def export(
     source = open_source(Path(model), context.allowed.trust_remote_code)
     reason = form.refusal(source, config)
     if reason is not None:
-        raise PlanError(f"--to {config.to} cannot hold '{model}': {reason}")
+        raise PlanError(f"{_option(config)} cannot hold '{model}': {reason}")
     with identifying(model) as identity, whole_folder(output) as folder:
         context.stage(f"writing {config.to}")
         changes = form.write(source, folder, config, context.step)
@@ -105,10 +106,15 @@ def export(
     return Exported(output, record, size, form.serve.format(shlex.quote(str(output))))
 
 
+def _option(config: ExportConfig) -> str:
+    by = config.multiple_of
+    return f"--to {config.to}" if by is None else f"--multiple-of {by}"
+
+
 def _refuse_unproven(model: str | Path, config: ExportConfig, proof: ExportProof) -> None:
     if not proof.passed:
         raise ProofError(
-            f"--to {config.to}: the files compute something else than '{model}': {proof}. "
+            f"{_option(config)}: the files compute something else than '{model}': {proof}. "
             "Nothing was left there."
         )
     if config.prove is ExportProofBy.ENGINE and proof.how != "engine":

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import count
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from headprune.errors import PlanError
 from headprune.formats.source import ExportSource, built
@@ -23,6 +24,14 @@ from headprune.planning.targets import zero_heads_refusal
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
 from headprune.surgery.cut import layer_overrides
 from headprune.tensors.zero_heads import Slots, padded, spread
+
+
+Sizes = Callable[[Attention], tuple[Slots, Slots]]
+"""The query heads and the KV heads of a module's result."""
+
+
+def _regular(attention: Attention) -> tuple[Slots, Slots]:
+    return padded(attention.group_sizes, max(attention.group_sizes, default=1))
 
 
 def regularise(
@@ -51,12 +60,29 @@ def regularise(
     reason = zero_heads_refusal(source.net)
     if reason is not None:
         raise PlanError(f"{reason[0].upper()}{reason[1:]} Cut it with --for vllm.")
-    family = family_of(source.config)
     config = copy.deepcopy(source.config)
-    moves: dict[str, tuple[Slots, int, int]] = {}
     for attention in added.values():
-        queries, kv_heads = padded(attention.group_sizes, max(attention.group_sizes, default=1))
-        config.headprune["layout"][attention.path] = _entry(attention, queries, kv_heads)
+        config.headprune["layout"][attention.path] = entry(attention, *_regular(attention))
+    regular = moved(source, config, list(added.values()), _regular)
+    ragged = [layer for layer, attention in added.items() if attention.query_heads]
+    empty = {layer: 2 * a.head_dim for layer, a in added.items() if not a.query_heads}
+    return regular, tuple(zero_heads_said(ragged, empty))
+
+
+def moved(
+    source: ExportSource, config: PreTrainedConfig, attentions: Sequence[Attention], sizes: Sizes
+) -> ExportSource:
+    """Return a model with the heads of some modules in other places, zeros in between.
+
+    Args:
+        source: The model.
+        config: The config of the result.
+        attentions: The modules.
+        sizes: Return the query heads and the KV heads of a module's result.
+    """
+    moves: dict[str, tuple[Slots, int, int]] = {}
+    for attention in attentions:
+        queries, kv_heads = sizes(attention)
         for p in attention.projections:
             slots = {"q": queries, "k": kv_heads, "v": kv_heads, "o": queries}[p.holds]
             dim = input_dim(p.module)
@@ -64,27 +90,30 @@ def regularise(
             if p.holds != "o":
                 moves[f"{p.path}.bias"] = slots, p.head_dim, 0
     regular = replace(source, config=config, net=built(config), weights=_Moved(source, moves))
-    if config.per_layer_config is not None:
+    if config.per_layer_config is not None and config.allow_global_per_layer_attribute_access:
+        family = family_of(config)
         config.per_layer_config = None
         config.per_layer_config = {
             layer: layer_overrides(attention, family)
             for layer, attention in enumerate(regular.attentions)
         }
-    ragged = [layer for layer, attention in added.items() if attention.query_heads]
-    empty = {layer: 2 * a.head_dim for layer, a in added.items() if not a.query_heads}
-    return regular, tuple(zero_heads_said(ragged, empty))
+    return regular
 
 
-def _entry(attention: Attention, queries: Slots, kv_heads: Slots) -> dict[str, list[int]]:
-    """Return the entry of the layout; zero heads get unused ids."""
+def entry(attention: Attention, queries: Slots, kv_heads: Slots) -> dict[str, list[int]]:
+    """Return the entry of the layout; zero heads and copies get unused ids."""
     size = len(queries) // len(kv_heads)
     ids = _ids(attention.query_ids, queries), _ids(attention.kv_ids, kv_heads)
-    return layout_entry(*ids, [size] * len(kv_heads))
+    return layoutentry(*ids, [size] * len(kv_heads))
 
 
 def _ids(present: Sequence[int], slots: Slots) -> list[int]:
     unused = (number for number in count() if number not in present)
-    return [next(unused) if slot is None else present[slot] for slot in slots]
+    first = [slot is not None and slot not in slots[:place] for place, slot in enumerate(slots)]
+    return [
+        present[slot] if slot is not None and new else next(unused)
+        for slot, new in zip(slots, first, strict=True)
+    ]
 
 
 class _Moved(Weights):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from headprune.config import Amount
@@ -48,9 +49,16 @@ def kv_cache_elements_per_token(model: PreTrainedModel) -> int:
     if family.cached_width is not None:
         names = family.cached_width.split("+")
         with_heads = (a.module for a in cached if a.query_heads)
-        return stubs + sum(int(getattr(m, name)) for m in with_heads for name in names)
+        return stubs + sum(_number(m, name) for m in with_heads for name in names)
     repeats = family.caches_query_heads and getattr(model.config, family.caches_query_heads)
     return stubs + 2 * sum((a.query_heads if repeats else a.kv_heads) * a.head_dim for a in cached)
+
+
+def _number(module: nn.Module, name: str) -> int:
+    """Return a number of a module, or of a module in it; 0 where that is missing."""
+    for part in name.split("."):
+        module = getattr(module, part, 0)
+    return int(module)
 
 
 def attention_parameters(attention: Attention) -> int:

@@ -29,7 +29,7 @@ from headprune.errors import FamilyError, HeadpruneError
 from headprune.family import FAMILIES, Family, Projection
 from headprune.family.spec import Role, Size
 from headprune.model.skeleton import without_weights
-from headprune.runtime.modeling_headprune import find_attention, find_projection
+from headprune.runtime.modeling_headprune import base_of, find_attention, find_projection
 
 _LAYOUTS = (
     ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -40,13 +40,20 @@ _LAYOUTS = (
     ("query", "key", "value", "../output.dense"),
 )
 _ONE_NORM = "a norm runs over all K heads at once and would see other heads"
+_STATES = r"conv1d|A_log|dt_bias|decay|slope"
+_CROSS = r"encoder_attn|EncDec|cross"
+_TEXT = r"language_model|text_(model|encoder|decoder)"
 _LATENT = ("kv_b_proj", "o_proj")
+_LATENT_QUERIES = {
+    **{"q_b_proj": "qk_head_dim", "q_proj": "qk_head_dim"},
+    "q_gate_proj": "qk_head_dim+v_head_dim",
+}
 _HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _NAMES: Mapping[Size, tuple[str, ...]] = {
     "query_heads": ("num_heads", "num_attention_heads", "n_heads", "n_head"),
     "kv_heads": ("num_key_value_heads", "num_kv_heads"),
     "queries_per_kv": ("num_key_value_groups",),
-    "query_width": ("all_head_size", "inner_dim"),
+    "query_width": ("all_head_size", "inner_dim", "embed_dim"),
 }
 _MAPPINGS = (
     MODEL_MAPPING,
@@ -69,6 +76,15 @@ def recognised(config: PreTrainedConfig) -> Family:
     return _KNOWN[key]
 
 
+def note_outputs(config: PreTrainedConfig) -> None:
+    """Note that the layers of a recognised model take more from attention than its output.
+
+    So no layer may lose all heads.
+    """
+    key = f"{type(config).__qualname__} {config.to_json_string()}"
+    _KNOWN[key] = replace(recognised(config), keeps_a_head=True)
+
+
 def row_of(config: PreTrainedConfig) -> Family | None:
     """Return the row of a config's family; None where there is none."""
     if config.model_type in FAMILIES:
@@ -89,22 +105,75 @@ def _row(config: PreTrainedConfig) -> Family:
             "transformers has no class for it whose modules could be looked at."
         )
     net = without_weights(cls, config)
+    base = base_of(net)
     rows: dict[str, Family] = {}
-    for path, module in net.base_model.named_modules():
-        layout = _layout_of(net.base_model, path)
+    whole: dict[str, FamilyError] = {}  # modules that stay, with the reason
+    for path, module in base.named_modules():
+        layout = _layout_of(base, path)
         if layout is not None:
-            row = _described(name, path, module, layout)
-            pattern = next(iter(row.attention.values()))
-            rows.setdefault(pattern, row)
+            try:
+                row = _described(name, path, module, layout)
+            except FamilyError as why:
+                whole[path] = why
+            else:
+                rows.setdefault(_pattern(path), row)
+    refused = [why for path, why in whole.items() if not _keeps_states(base.get_submodule(path))]
+    if refused and not rows:
+        raise refused[0]
     if not rows:
         raise FamilyError(
             f"Model type '{name}' is not in headprune's table ('headprune families'), and no "
             f"module of its {cls.__name__} has the projections of attention, such as "
             f"{', '.join(_LAYOUTS[0])}."
         )
-    row = _joined(name, rows, net)
+    row = _shared(_joined(name, rows, net), base)
+    for attention in find_attention(net, row.for_runtime()):
+        if (path := attention.path.removeprefix(_prefix(net, base))) in whole:
+            raise whole[path]
     native = _config_says_counts(cls, config, row, net)
     return replace(row, native=True, fewer_kv_heads="native") if native else row
+
+
+def _prefix(net: PreTrainedModel, base: nn.Module) -> str:
+    name = next(name for name, module in net.named_modules() if module is base)
+    return f"{name}." if name else ""
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _keeps_states(module: nn.Module) -> bool:
+    """Return whether a module is no softmax attention: it carries a state from token to token."""
+    return any(re.search(_STATES, name) for name, _ in module.named_parameters())
+
+
+def _shared(row: Family, base: nn.Module) -> Family:
+    """Return a row whose K and V stay, if some of its layers read K and V of others."""
+    patterns = [one for each in row.attention.values() for one in each.split("|")]
+    q, k, v, o = (*row.projections, *[None] * 4)[:4]
+    if k is None or v is None or (q, o) == (None, None) or k.roles != "k":
+        return row
+    readers = [
+        path
+        for path, _ in base.named_modules()
+        if _pattern(path) in patterns
+        and all(_is_linear(find_projection(base, path, one.path)) for one in (q, o) if one)
+        and not all(_is_linear(find_projection(base, path, one.path)) for one in (k, v))
+    ]
+    if not readers:
+        return row
+    kept = [replace(one, roles="", optional=True) for one in (k, v)]
+    sizes = {n: s for n, s in row.size_attributes.items() if s in ("query_heads", "queries_per_kv")}
+    return replace(
+        row,
+        projections=tuple(one for one in (q, *kept, o, *row.projections[4:]) if one),
+        size_attributes=sizes,
+        keeps_kv=True,
+        keeps_a_head=True,
+        cached_width=f"{k.path}.out_features+{k.path}.out_features",
+        fewer_kv_heads="some of its layers read K and V of others, so these stay",
+    )
 
 
 def _config_says_counts(
@@ -137,25 +206,34 @@ def _config_says_counts(
 def _joined(name: str, rows: Mapping[str, Family], net: PreTrainedModel) -> Family:
     """Return one row for all patterns; those of images and sound stay whole."""
     text = {p: row for p, row in rows.items() if not re.search(r"vision|visual|audio|image", p)}
-    kinds = {_kind(pattern, net): pattern for pattern in text}
+    within = {pattern: row for pattern, row in text.items() if re.search(_TEXT, pattern)}
+    text = within or text
+    if not net.config.is_encoder_decoder and net.config.get_text_config() is not net.config:
+        text = {p: row for p, row in text.items() if not re.search(_CROSS, p)}
     row = next(iter(text.values()), None)
-    alike = row is not None and all(
-        one.projections == row.projections and one.head_dim == row.head_dim for one in text.values()
-    )
-    if row is None or not alike or len(kinds) != len(text):
+    if row is None or any(
+        one.projections != row.projections or one.head_dim != row.head_dim for one in text.values()
+    ):
         raise FamilyError(
             f"Model type '{name}' has attention modules of several kinds ({', '.join(rows)}), "
             "which one row of headprune's table would have to tell apart."
         )
+    kinds: dict[str, str] = {}
+    for pattern in text:
+        kind = _kind(pattern, net) if len(text) > 1 or net.config.is_encoder_decoder else _own(net)
+        kinds[kind] = f"{kinds[kind]}|{pattern}" if kind in kinds else pattern
     return replace(row, attention=kinds)
 
 
 def _kind(pattern: str, net: PreTrainedModel) -> str:
-    if not net.config.is_encoder_decoder:
-        return "self" if net.config.get_text_config() is net.config else "text"
-    if re.search(r"encoder_attn|EncDec|cross", pattern):
+    if re.search(_CROSS, pattern):
         return "cross"
-    return "encoder" if pattern.startswith("encoder") else "decoder"
+    side = re.search(r"encoder|decoder", pattern)
+    return side[0] if side else _own(net)
+
+
+def _own(net: PreTrainedModel) -> str:
+    return "self" if net.config.get_text_config() is net.config else "text"
 
 
 def _layout_of(base: nn.Module, path: str) -> tuple[str, ...] | None:
@@ -179,13 +257,14 @@ def _described(name: str, path: str, module: Any, layout: tuple[str, ...]) -> Fa
     width_name = next((n for n in _HEAD_DIMS if isinstance(getattr(module, n, None), int)), None)
     if width_name is None:
         raise FamilyError(f"Model type '{name}': '{path}' does not say how wide a head is.")
-    width = int(getattr(module, width_name))
+    value_name = "v_head_dim" if isinstance(getattr(module, "v_head_dim", None), int) else width_name
+    width, value = int(getattr(module, width_name)), int(getattr(module, value_name))
     q, k, v = (module.get_submodule(each).weight.shape[0] for each in layout[:3])
     is_below = not layout[3].startswith("../")
     out = module.get_submodule(layout[3]).weight.shape[1] if is_below else q
-    queries, kv_heads = out // width, v // width
-    whole = out % width == v % width == 0 and kv_heads and queries % kv_heads == 0
-    if not whole or k != v or q not in (out, 2 * out):
+    queries, kv_heads = out // value, v // value
+    whole = out % value == v % value == 0 and kv_heads and queries % kv_heads == 0
+    if not whole or k != kv_heads * width or q not in (queries * width, 2 * queries * width):
         raise FamilyError(
             f"Model type '{name}': '{path}' has {layout[0]} {q}, {layout[1]} {k}, {layout[2]} {v} "
             f"and {layout[3]} {out} wide, which are not heads of {width}."
@@ -198,10 +277,14 @@ def _described(name: str, path: str, module: Any, layout: tuple[str, ...]) -> Fa
                 "beside its projections, whose part in every head is not known."
             )
     projections = [
-        Projection(each, role if not beside.norms or role in "vo" else "")
+        Projection(
+            each,
+            role if not beside.norms or role in "vo" else "",
+            head_dim=width_name if role in "qk" and value_name != width_name else None,
+        )
         for each, role in zip(layout, "qkvo", strict=True)
     ]
-    if q == 2 * out:  # query and gate of every head
+    if q == 2 * queries * width:  # query and gate of every head
         projections[0] = Projection(layout[0], "q", head_dim=f"{width_name}+{width_name}")
     sizes = {"query_heads": queries, "kv_heads": kv_heads, "queries_per_kv": queries // kv_heads}
     sizes["query_width"] = out
@@ -215,9 +298,9 @@ def _described(name: str, path: str, module: Any, layout: tuple[str, ...]) -> Fa
     says_kv_heads = hasattr(getattr(module, "config", None), "num_key_value_heads")
     return Family(
         model_type=name,
-        attention={"self": re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)},
+        attention={"self": _pattern(path)},
         projections=(*projections, *beside.gates),
-        head_dim=width_name,
+        head_dim=value_name,
         size_attributes=attributes,
         config_size_attributes=dict(_read_from_config(type(module))),
         per_head=beside.per_head,
@@ -261,22 +344,35 @@ class _Beside:
 
 def _latent(name: str, path: str, module: Any) -> Family:
     """Return the row of an MLA module: K and V of a head come out of the shared latent."""
-    queries = [each for each in ("q_b_proj", "q_proj") if _is_linear(getattr(module, each, None))]
+    names = {name for name, child in module.named_children() if _is_linear(child)}
+    queries = [name for name in _LATENT_QUERIES if name in names]
     dims = ("qk_head_dim", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim")
     missing = [each for each in dims if not isinstance(getattr(module, each, None), int)]
     if not queries or missing:
         lacks = ", ".join(missing) or "q_proj or q_b_proj"
         raise FamilyError(f"Model type '{name}': '{path}' has latent attention without {lacks}.")
+    projections = (
+        Projection(queries[0], "q", head_dim=_LATENT_QUERIES[queries[0]]),
+        Projection("kv_b_proj", "q", head_dim="qk_nope_head_dim+v_head_dim"),
+        Projection("o_proj", "o"),
+    )
+    heads, rest = divmod(module.o_proj.weight.shape[1], module.v_head_dim)
+    if rest:
+        raise FamilyError(
+            f"Model type '{name}': '{path}' has o_proj {module.o_proj.weight.shape[1]} wide, which "
+            f"are not heads of {module.v_head_dim}."
+        )
+    beside = _Beside(heads, heads, module.v_head_dim, module.o_proj.weight.shape[0])
+    for tensor, parameter in module.named_parameters():
+        if re.match(r"g_proj|gate_proj|sinks", tensor):  # the latents and an indexer stay
+            beside.takes(tensor, parameter.shape)
     return Family(
         model_type=name,
-        attention={"self": re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)},
-        projections=(
-            Projection(queries[0], "q", head_dim="qk_head_dim"),
-            Projection("kv_b_proj", "q", head_dim="qk_nope_head_dim+v_head_dim"),
-            Projection("o_proj", "o"),
-        ),
+        attention={"self": _pattern(path)},
+        projections=(*projections, *beside.gates),
         head_dim="v_head_dim",
         size_attributes={"num_heads": "query_heads"},
+        per_head=beside.per_head,
         kv_heads_key="num_key_value_heads",
         cached_width="kv_lora_rank+qk_rope_head_dim",
         fewer_kv_heads="all heads share one latent K and V already, and the cache holds only that",

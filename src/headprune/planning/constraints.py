@@ -66,7 +66,9 @@ class Constraints:
         return kept == present or QUERY_COUNTS in self.shapes
 
     def keeps_a_head(self, layer: int) -> bool:
-        """Return whether a layer must keep a head, so that an engine adds no zero head."""
+        """Return whether a layer must keep a head: for an engine, or for other layers."""
+        if family_of(self.net.config).keeps_a_head:
+            return True
         filled = {TARGETS[target].zero_heads for target in self.targets}
         return "every" in filled or ("first" in filled and layer == 0)
 

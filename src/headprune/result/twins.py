@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.context import Context
 from headprune.errors import FamilyError, ProofError
-from headprune.family import FAMILIES
+from headprune.family import FAMILIES, Family
 from headprune.model import probes
-from headprune.model.attention import attention_of
+from headprune.model.attention import attention_of, family_of
 from headprune.model.loading import from_pretrained
 from headprune.model.open import Model
+from headprune.model.recognition import note_outputs
 from headprune.model.skeleton import without_weights
 from headprune.model.units import default_unit
 from headprune.result import equivalence
@@ -30,17 +31,20 @@ from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import Cut, cut_heads, resolve
 from headprune.tensors.units import members
 
-_VOCABULARY = {"vocab_size": 128, "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
 _WIDTHS = {
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "moe_intermediate_size"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "moe_intermediate_size", "mlp_dim"), 64),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "shared_expert_intermediate_size"), 64),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), 1),
+    **{"linear_num_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
-# from the smallest twin to one that is only less deep: some classes tie sizes to each other
-_SMALL = {**_VOCABULARY, **_WIDTHS}
-_ATTEMPTS = ({**_SMALL, "hidden_size": 128}, _SMALL, _VOCABULARY)
-_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
-_MOST = 3e8  # parameters
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "num_decoder_layers")
+_DEPTHS += ("encoder_layers", "decoder_layers", "num_encoder_layers")
+_COMMON = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+_VOCABULARY, _KV_HEADS, _HEADS, _HIDDEN, _WIDTH = 128, 2, 4, 128, 16  # of a twin
+_MOST = 2e8  # parameters
+_FAR = 8  # layers
+Shrink = Callable[[Mapping[str, Any]], dict[str, int]]
 _PROVEN: dict[str, float] = {}  # seconds by class and config
 
 
@@ -64,7 +68,7 @@ def refuse_unproven(model: Model, context: Context = Context()) -> float | None:
     if key not in _PROVEN:
         context.stage("proving a tiny twin")
         began = time.monotonic()
-        _prove(model.skeleton)
+        prove(model.skeleton)
         _PROVEN[key] = time.monotonic() - began
         context.line(
             f"{config.model_type}: recognised by structure, proven on a tiny twin in "
@@ -74,32 +78,48 @@ def refuse_unproven(model: Model, context: Context = Context()) -> float | None:
     return _PROVEN[key]
 
 
-def _prove(skeleton: PreTrainedModel) -> None:
+def prove(skeleton: PreTrainedModel) -> None:
+    """Prove the first twin that runs: with a layer without heads, or else with a head in each."""
     name, why = skeleton.config.model_type, "it is too large"
+    row = family_of(skeleton.config)
     for twin in _twins(skeleton):
-        try:
-            _refuse_inexact(twin)
-            return
-        except ProofError as error:
-            raise FamilyError(
-                f"Model type '{name}' has the projections of attention, but its forward does "
-                f"something else with heads: on a tiny twin, the cut model differs from the gated "
-                f"one. {error}"
-            ) from None
-        except Exception as error:  # a forward of any class fails in its own way
-            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if _reads(family_of(twin.config)) != _reads(row):
+            why = "a small one looks different"
+            continue
+        for empty in (True, False)[row.keeps_a_head :]:
+            try:
+                _refuse_inexact(copy.deepcopy(twin), empty)
+            except ProofError as error:
+                raise FamilyError(
+                    f"Model type '{name}' has the projections of attention, but its forward does "
+                    f"something else with heads: on a tiny twin, the cut model differs from the "
+                    f"gated one. {error}"
+                ) from None
+            except Exception as error:  # a forward of any class fails in its own way
+                said = str(error).splitlines()
+                why = f"{type(error).__name__}: {said[0] if said else ''}"
+            else:
+                if not empty and not row.keeps_a_head:
+                    note_outputs(skeleton.config)
+                return
     raise FamilyError(
         f"Model type '{name}' has the projections of attention, but no tiny twin of it could be "
         f"cut ({why}). It needs a row in headprune's table."
     )
 
 
+def _reads(row: Family) -> tuple[Any, ...]:
+    return row.attention, row.projections, row.per_head, row.full_width_norms, row.keeps_kv
+
+
 def _twins(skeleton: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yield twins, from the smallest to one that is only less deep: some sizes hang together."""
     layers = _layers_needed(skeleton)
-    for sizes in _ATTEMPTS:
-        config = copy.deepcopy(skeleton.config)
+    how = skeleton.config._attn_implementation
+    for shrink in (_few_heads, _narrow, _thin, lambda sizes: {}):
         try:
-            _shrink(config, sizes, layers)
+            sizes = _smaller(skeleton.config, shrink, layers)
+            config = type(skeleton.config).from_dict(sizes, attn_implementation=how)
             net = without_weights(type(skeleton), config)
         except Exception:  # a config refuses sizes in its own way
             continue
@@ -113,35 +133,89 @@ def _twins(skeleton: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 def _layers_needed(skeleton: PreTrainedModel) -> int:
-    """Return how many layers hold two modules of attention."""
+    """Return how many layers hold a layer of every type, and two modules of attention.
+
+    One module must do where the second is far away.
+    """
     numbers = [
         int(next((part for part in a.path.split(".") if part.isdigit()), "0"))
         for a in attention_of(skeleton)
     ]
-    distinct = sorted(set(numbers))
-    return distinct[min(1, len(distinct) - 1)] + 1
+    distinct, types = sorted(set(numbers)), _layer_types(skeleton.config)
+    period = max((types.index(each) for each in types), default=0) + 1
+    second = distinct[min(1, len(distinct) - 1)]
+    first = second if second < _FAR else distinct[0]
+    return max(first + 1, _sharing(skeleton.config) + period)
 
 
-def _shrink(config: PreTrainedConfig, sizes: Mapping[str, int], layers: int) -> None:
-    """Write smaller sizes into a config, and into those of its parts."""
-    parts = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
-    for part in parts:
-        _shrink(part, sizes, layers)
-    had = {n: getattr(config, n) for n in _DEPTHS if isinstance(getattr(config, n, None), int)}
-    for name, value in list(vars(config).items()):
+def _layer_types(config: PreTrainedConfig) -> list[str]:
+    return getattr(config.get_text_config(), "layer_types", None) or []
+
+
+def _sharing(config: PreTrainedConfig) -> int:
+    """Return how many last layers of a twin read K and V of others."""
+    types = _layer_types(config)
+    shares = getattr(config.get_text_config(), "num_kv_shared_layers", 0)
+    return max(map(types.index, types), default=0) + 1 if shares else 0
+
+
+def _smaller(config: PreTrainedConfig, shrink: Shrink, layers: int) -> dict[str, Any]:
+    """Return a config, and its parts, as a dictionary with smaller sizes."""
+    sizes = config.to_dict()
+    for name, part in vars(config).items():
+        if isinstance(part, PreTrainedConfig):
+            sizes[name] = _smaller(part, shrink, layers)
+    depths = {name: sizes[name] for name in _DEPTHS if isinstance(sizes.get(name), int)}
+    for name, value in sizes.items():
         of_layers = isinstance(value, list) or (isinstance(value, str) and "pattern" in name)
-        if of_layers and len(value) in had.values() and len(value) > layers:
-            setattr(config, name, value[:layers])
-    smaller: dict[str, Any] = {**sizes, **dict.fromkeys(had, layers)}
+        if of_layers and len(value) in depths.values() and len(value) > layers:
+            sizes[name] = value[:layers]
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int):
+            sizes[name] = value % (_VOCABULARY - 4) + 4 if value >= _VOCABULARY else value
+    if isinstance(own := sizes.get("per_layer_config"), dict):
+        sizes["per_layer_config"] = {n: one for n, one in own.items() if int(n) < layers}
+    if sizes.get("num_kv_shared_layers"):
+        sizes["num_kv_shared_layers"] = _sharing(config)
+    words = [name for name in sizes if name.startswith("vocab_size")]
+    smaller = {**dict.fromkeys(words, _VOCABULARY), **dict.fromkeys(depths, layers)}
+    common = {name: sizes.get(config.attribute_map.get(name, name)) for name in _COMMON}
+    smaller |= shrink(common)
     for name, value in smaller.items():
-        now = getattr(config, name, None)
+        name = config.attribute_map.get(name, name)
+        now = sizes.get(name)
         if isinstance(now, int) and now > value:
-            setattr(config, name, value)
+            sizes[name] = value
+    return sizes
 
 
-def _refuse_inexact(twin: PreTrainedModel) -> None:
+def _few_heads(sizes: Mapping[str, Any]) -> dict[str, int]:
+    """Return sizes of a few heads, which are as wide as before."""
+    heads, kv_heads, hidden, head_dim = (sizes[name] for name in _COMMON)
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return _WIDTHS
+    kv_heads = kv_heads or heads
+    fewer = min(kv_heads, _HEADS if kv_heads == heads else _KV_HEADS)
+    queries = fewer * heads // kv_heads
+    return {
+        **_WIDTHS,
+        **dict.fromkeys(("num_attention_heads", "num_heads"), queries),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), queries),
+        "num_key_value_heads": fewer,
+        "hidden_size": queries * (_WIDTH if isinstance(head_dim, int) else hidden // heads),
+    }
+
+
+def _narrow(sizes: Mapping[str, Any]) -> dict[str, int]:
+    return {**_WIDTHS, "hidden_size": _HIDDEN}
+
+
+def _thin(sizes: Mapping[str, Any]) -> dict[str, int]:
+    return _WIDTHS
+
+
+def _refuse_inexact(twin: PreTrainedModel, empty: bool) -> None:
     """Refuse a twin whose gated, cut and reloaded outputs differ, or whose wrong cut passes."""
-    cuts = resolve(_plan(twin), twin)
+    cuts = resolve(_plan(twin, empty), twin)
     expected = equivalence.expect(twin, cuts)
     others = [_other(cut) for cut in cuts]
     wrong = equivalence.expect(twin, others, expected.inputs, decoded=False)
@@ -161,15 +235,15 @@ def _refuse_inexact(twin: PreTrainedModel) -> None:
         equivalence.conclude(expected, probes.probe(reloaded, expected.inputs))
 
 
-def _plan(twin: PreTrainedModel) -> Plan:
-    """Return a plan that removes another unit of every module, and one module's heads all."""
+def _plan(twin: PreTrainedModel, empty: bool) -> Plan:
+    """Return a plan that removes another unit of every module; ``empty``, all of the last one."""
     attentions = attention_of(twin)
     unit, parts = default_unit(attentions), {}
     for number, attention in enumerate(attentions):
         units = members(unit, attention.group_sizes)
         gone = units[number % len(units)] if len(units) > 1 else ()
         keep = [head for head in range(attention.query_heads) if head not in gone]
-        if number == len(attentions) - 1 > 0:
+        if empty and number == len(attentions) - 1 > 0:
             keep = []
         parts[attention.path] = AttentionPlan(
             query_heads=attention.query_heads,

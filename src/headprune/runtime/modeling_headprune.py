@@ -42,6 +42,7 @@ _ROW: dict[str, Any] = {
     **dict.fromkeys(("whole_norms", "head_arguments"), Mapping),
     **{"projections": list, "head_dim": str, "without_heads": str},
     **dict.fromkeys(("shares_position_bias", "counts_keys_as_queries", "shares_by_runtime"), bool),
+    "keeps_kv": bool,
 }
 _PROJECTION: dict[str, Any] = {
     "path": str,
@@ -126,7 +127,7 @@ def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[At
     Raises:
         ValueError: If no module matches, or a projection is missing.
     """
-    base = model.base_model
+    base = base_of(model)
     prefix = next(name for name, module in model.named_modules() if module is base)
     found = []
     for name, module in base.named_modules():
@@ -144,8 +145,16 @@ def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[At
             attention.group_sizes = _group_sizes(heads)
     if not found:
         wanted = " or ".join(f"'{pattern}'" for pattern in family["attention"].values())
-        raise ValueError(f"{type(model).__name__} has no module {wanted}")
+        needed = ", ".join(row["path"] for row in family["projections"] if not row["optional"])
+        raise ValueError(f"{type(model).__name__} has no module {wanted} with {needed}")
     return found
+
+
+def base_of(model: PreTrainedModel) -> nn.Module:
+    """The model without its head, also where its class does not say where that is."""
+    base: nn.Module = model.base_model
+    inside = getattr(model, "model", None)
+    return inside if base is model and isinstance(inside, nn.Module) else base
 
 
 def _counts(heads: Mapping[str, Any]) -> tuple[int, int]:
@@ -153,17 +162,17 @@ def _counts(heads: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _kind(name: str, family: Mapping[str, Any]) -> str | None:
-    for kind, pattern in family["attention"].items():
-        if re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name):
-            return str(kind)
+    for kind, patterns in family["attention"].items():
+        for pattern in patterns.split("|"):
+            if re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name):
+                return str(kind)
     return None
 
 
 def _has_heads(model: PreTrainedModel, path: str, family: Mapping[str, Any]) -> bool:
-    """Return whether a module has any of the projections: a hybrid model has other layers too."""
-    return any(
-        find_projection(model, path, row["path"]) is not None for row in family["projections"]
-    )
+    """Return whether a module has the projections: a hybrid model has other layers too."""
+    needed = [row["path"] for row in family["projections"] if not row["optional"]]
+    return all(find_projection(model, path, name) is not None for name in needed)
 
 
 def find_projection(model: nn.Module, path: str, relative: str) -> nn.Module | None:
@@ -188,9 +197,7 @@ def _projections(
     for row in family["projections"]:
         projection = find_projection(model, path, row["path"])
         if projection is None:
-            if row["optional"]:
-                continue
-            raise ValueError(f"'{path}' has no projection '{row['path']}'")
+            continue
         full = _full_path(path, row["path"])
         names = (row["head_dim"] or family["head_dim"]).split("+")
         head_dim = sum(int(getattr(attention, name)) for name in names)
@@ -368,7 +375,11 @@ def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
     """Tells the module, and the config that it reads, how many heads it has."""
     module: Any = attention.module
     queries, kv_heads = attention.query_heads, attention.kv_heads
-    repeated = _repeated_here(attention, family)
+    repeated, owners = _repeated_here(attention, family), _owners(attention)
+    if family["keeps_kv"]:  # all KV heads are still there, so a query finds its own by its id
+        sharing = next(name for name, size in family["follows"].items() if size == "queries_per_kv")
+        present = vars(module).setdefault("headprune_queries_per_kv", getattr(module, sharing))
+        owners = [query // present for query in attention.query_ids]
     sizes = {
         "query_heads": queries,
         "kv_heads": kv_heads,
@@ -381,7 +392,7 @@ def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
     own: dict[str, Any] = {key: sizes[size] for key, size in family["config_follows"].items()}
     if repeated:
         own["_attn_implementation"] = REPEATING
-        module.headprune_kv_of_query = Positions(_owners(attention))
+        module.headprune_kv_of_query = Positions(owners)
     if own or isinstance(getattr(module, "config", None), LayerConfig):
         module.config = LayerConfig(module.config, own)
 
@@ -404,7 +415,7 @@ def _repeated_here(attention: Attention, family: Mapping[str, Any]) -> bool:
     if family["counts_keys_as_queries"]:
         return False
     sizes, repeats_itself = attention.group_sizes, "queries_per_kv" in family["follows"].values()
-    if len(set(sizes)) > 1:
+    if len(set(sizes)) > 1 or family["keeps_kv"]:
         return True
     shared = max(sizes, default=1) > 1
     return shared and family["shares_by_runtime"] and not repeats_itself

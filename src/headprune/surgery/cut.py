@@ -133,6 +133,11 @@ def _check_counts(part: AttentionPlan | None, attention: Attention) -> None:
 
 def _cut(attention: Attention, part: AttentionPlan, family: Family, ragged: bool) -> Cut:
     kept = {attention.query_ids.index(head) for head in part.keep}
+    if family.keeps_a_head and not kept:
+        raise PlanError(
+            f"The plan leaves no head in '{attention.path}', of which other layers take more than "
+            "its output. Keep one."
+        )
     scale = dict(zip(part.keep, part.scale, strict=True)) if part.scale else None
     queries_of = members(Unit.KV_GROUP, attention.group_sizes)
     groups = part.groups or [(head,) for head in attention.kv_ids]
@@ -322,10 +327,11 @@ def _replace(model: nn.Module, index_map: IndexMap) -> None:
 
 
 def _write_native_config(model: PreTrainedModel, cuts: Sequence[Cut], family: Family) -> None:
-    config = model.config
+    config, own_layers = model.config, _has_own_layers(model.config)
     for attribute in ("headprune", "auto_map", "allow_global_per_layer_attribute_access"):
         config.__dict__.pop(attribute, None)
-    config.per_layer_config = None
+    if not own_layers:
+        config.per_layer_config = None
     model.__class__ = native_class(type(model))
     _write_head_dim(config, cuts[0].attention, family)
     if family.kv_heads_key is not None:
@@ -340,7 +346,8 @@ def _write_runtime_config(model: PreTrainedModel, cuts: Sequence[Cut], family: F
         "family": family.for_runtime(),
         "layout": {cut.attention.path: cut.heads_left() for cut in cuts},
     }
-    if list(family.attention) == ["self"] and len(cuts) == config.num_hidden_layers:
+    fits = [*family.attention] == ["self"] and len(cuts) == config.num_hidden_layers
+    if fits and not family.keeps_kv and not _has_own_layers(config):
         # transformers' cache code sizes static caches from these
         _write_head_dim(config, cuts[0].attention, family)
         config.per_layer_config = None
@@ -353,6 +360,11 @@ def _write_runtime_config(model: PreTrainedModel, cuts: Sequence[Cut], family: F
         for auto, cls in modeling_headprune.auto_classes(type(config)).items()
     }
     model.__class__ = modeling_headprune.pruned_class(native)
+
+
+def _has_own_layers(config: PreTrainedConfig) -> bool:
+    """Return whether its layers differ without us: Gemma 4 has two widths of a head."""
+    return config.is_heterogeneous and not config.allow_global_per_layer_attribute_access
 
 
 def _write_head_dim(config: PreTrainedConfig, attention: Attention, family: Family) -> None:
