@@ -34,7 +34,8 @@ SECONDS = 90  # for one type
 SIZES: dict[str, Any] = {
     **{"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"num_hidden_layers": 4, "intermediate_size": 256, "vocab_size": 256, "pad_token_id": 0},
-    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_routed_experts": 8},
+    **{"num_experts": 8, "moe_intermediate_size": 64, "default_language": "en_XX"},
 }
 WITHOUT = "no attention with heads"
 
@@ -53,7 +54,7 @@ def default(name: str, task: str) -> tuple[type[PreTrainedModel], PreTrainedConf
     cls: Any = CONFIG_MAPPING[name]
     unset = {f.name for f in dataclasses.fields(cls) if f.default is None}
     if hasattr(cls(), "qk_rope_head_dim"):
-        unset -= {"head_dim"}  # latent attention has widths of its own
+        unset -= {"head_dim", "num_key_value_heads"}  # latent attention has its own
     settings: dict[str, Any] = {key: SIZES[key] for key in SIZES if key in unset}
     if task == "CAUSAL_LM" and hasattr(cls(), "is_decoder") and not cls().is_encoder_decoder:
         settings["is_decoder"] = True
@@ -62,6 +63,7 @@ def default(name: str, task: str) -> tuple[type[PreTrainedModel], PreTrainedConf
     model = model[0] if isinstance(model, tuple) else model
     if model.config_class is not type(config):
         config = config.get_text_config()
+    config.architectures = [model.__name__]
     return model, config
 
 

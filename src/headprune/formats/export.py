@@ -24,7 +24,6 @@ from headprune.schemas.manifest import utc_now, versions
 FORMATS: Registry[Format] = Registry("format", PlanError)
 FORMATS.add("gguf", gguf.FORMAT)
 FORMATS.add("vllm", vllm.FORMAT)
-FORMATS.add("padded", pad.FORMAT)
 FORMATS.add("onnx", onnx.FORMAT)
 FORMATS.add("openvino", openvino.FORMAT)
 FORMATS.freeze()
@@ -67,7 +66,7 @@ def export(
         HeadpruneError: If the format cannot hold the model, or a package is missing.
         ProofError: If the files compute something else.
     """
-    form = FORMATS[config.to]
+    form = FORMATS[config.to] if config.multiple_of is None else pad.FORMAT
     refuse_missing(f"--to {config.to}", *form.modules)
     dtypes = (ExportDtype.AUTO, *form.dtypes)
     if config.out_dtype not in dtypes:

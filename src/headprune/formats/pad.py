@@ -35,7 +35,7 @@ def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
     reason = zero_heads_refusal(source.net)
     if reason is not None:
         return reason
-    if getattr(source.config, "headprune", None) is None and not family_of(source.config).native:
+    if not family_of(source.config).native:
         return f"a {source.config.model_type} takes the width of a head from the number of heads."
     by = _number(config)
     if all(a.query_heads % by == a.kv_heads % by == 0 for a in source.attentions):
@@ -59,11 +59,12 @@ def _write(
     if getattr(wider, "headprune", None) is not None:
         for attention, queries, kv_heads in every:
             wider.headprune["layout"][attention.path] = entry(attention, queries, kv_heads)
-    else:
-        family, (attention, queries, kv_heads) = family_of(wider), every[0]
-        wider.head_dim = attention.head_dim
-        setattr(wider, family.query_heads_key, len(queries))
-        setattr(wider, str(family.kv_heads_key), len(kv_heads))
+    # with different layers, the config holds the largest counts
+    family, most = family_of(wider), max(len(kv_heads) for _, _, kv_heads in every)
+    largest = max(len(queries) // len(kv_heads) for _, queries, kv_heads in every)
+    wider.head_dim = source.attentions[0].head_dim
+    setattr(wider, family.query_heads_key, most * largest)
+    setattr(wider, str(family.kv_heads_key), most)
     regular = moved(source, wider, source.attentions, slots)
     write_checkpoint(regular, folder, on_step)
     zero = {a.path: _zero(queries) for a, queries, _ in every}

@@ -104,7 +104,7 @@ def entry(attention: Attention, queries: Slots, kv_heads: Slots) -> dict[str, li
     """Return the entry of the layout; zero heads and copies get unused ids."""
     size = len(queries) // len(kv_heads)
     ids = _ids(attention.query_ids, queries), _ids(attention.kv_ids, kv_heads)
-    return layoutentry(*ids, [size] * len(kv_heads))
+    return layout_entry(*ids, [size] * len(kv_heads))
 
 
 def _ids(present: Sequence[int], slots: Slots) -> list[int]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
@@ -96,9 +97,7 @@ def row_of(config: PreTrainedConfig) -> Family | None:
 
 
 def _row(config: PreTrainedConfig) -> Family:
-    name = config.model_type
-    cls: Any = next((known[type(config)] for known in _MAPPINGS if type(config) in known), None)
-    cls = cls[0] if isinstance(cls, tuple) else cls
+    name, cls = config.model_type, _class_of(config)
     if cls is None:
         raise FamilyError(
             f"Model type '{name}' is not in headprune's table ('headprune families'), and "
@@ -116,7 +115,15 @@ def _row(config: PreTrainedConfig) -> Family:
             except FamilyError as why:
                 whole[path] = why
             else:
-                rows.setdefault(_pattern(path), row)
+                first = rows.setdefault(_pattern(path), row)
+                if (row.projections, row.head_dim) != (first.projections, first.head_dim):
+                    whole[path] = FamilyError(
+                        f"Model type '{name}': '{path}' has other projections than the attention "
+                        "of other layers."
+                    )
+                # sinks, for one, may be in some layers only
+                per_head = {**first.per_head, **row.per_head}
+                rows[_pattern(path)] = replace(first, per_head=per_head)
     refused = [why for path, why in whole.items() if not _keeps_states(base.get_submodule(path))]
     if refused and not rows:
         raise refused[0]
@@ -132,6 +139,15 @@ def _row(config: PreTrainedConfig) -> Family:
             raise whole[path]
     native = _config_says_counts(cls, config, row, net)
     return replace(row, native=True, fewer_kv_heads="native") if native else row
+
+
+def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class that a config names, or else that of its bare model."""
+    named: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    if isinstance(named, type) and issubclass(named, PreTrainedModel):
+        return named
+    cls: Any = next((known[type(config)] for known in _MAPPINGS if type(config) in known), None)
+    return cls[0] if isinstance(cls, tuple) else cls
 
 
 def _prefix(net: PreTrainedModel, base: nn.Module) -> str:

@@ -73,7 +73,7 @@ def propose_removal(
         HeadpruneError: If the input does not fit together.
         ProofError: If a proof of the result would show nothing.
     """
-    refuse_unproven(model, context)
+    refuse_unproven(model, context, writing.proof)
     chosen = cuts_by(model.any_net, model.identity, request)
     edit, judged = Edit(chosen.plan, chosen.weights), JudgedRefit(None, None)
     if (refit is not None or chosen.weights) and writing.proof is ProofOption.TENSORS:

@@ -11,18 +11,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from headprune.config import ProofOption
 from headprune.context import Context
 from headprune.errors import FamilyError, ProofError
 from headprune.family import FAMILIES, Family
 from headprune.model import probes
 from headprune.model.attention import attention_of, family_of
 from headprune.model.loading import from_pretrained
-from headprune.model.open import Model
+from headprune.model.open import Model, read_model
 from headprune.model.recognition import note_outputs
 from headprune.model.skeleton import without_weights
 from headprune.model.units import default_unit
@@ -48,12 +50,24 @@ Shrink = Callable[[Mapping[str, Any]], dict[str, int]]
 _PROVEN: dict[str, float] = {}  # seconds by class and config
 
 
-def refuse_unproven(model: Model, context: Context = Context()) -> float | None:
+class NoTwin(FamilyError):
+    """No tiny twin of a model runs."""
+
+
+def refuse_unproven_at(source: str | Path, context: Context) -> None:
+    """Refuse a model without a row, as ``refuse_unproven``, before it is opened to work on."""
+    refuse_unproven(read_model(source, allowed=context.allowed), context)
+
+
+def refuse_unproven(
+    model: Model, context: Context = Context(), proof: ProofOption = ProofOption.AUTO
+) -> float | None:
     """Refuse a model without a row whose tiny twin is not cut exactly.
 
     Args:
         model: The model, opened.
         context: Progress.
+        proof: "tensors" takes a model of which no twin runs.
 
     Returns:
         Seconds that the proof took; None for a model that needs none.
@@ -68,7 +82,13 @@ def refuse_unproven(model: Model, context: Context = Context()) -> float | None:
     if key not in _PROVEN:
         context.stage("proving a tiny twin")
         began = time.monotonic()
-        prove(model.skeleton)
+        try:
+            prove(model.skeleton)
+        except NoTwin as error:
+            if proof is not ProofOption.TENSORS:
+                raise
+            context.line(f"{error} proof=tensors: nothing shows that a head goes alone.", False)
+            return None
         _PROVEN[key] = time.monotonic() - began
         context.line(
             f"{config.model_type}: recognised by structure, proven on a tiny twin in "
@@ -88,7 +108,8 @@ def prove(skeleton: PreTrainedModel) -> None:
             continue
         for empty in (True, False)[row.keeps_a_head :]:
             try:
-                _refuse_inexact(copy.deepcopy(twin), empty)
+                with torch.random.fork_rng():  # draws of the command stay its own
+                    _refuse_inexact(copy.deepcopy(twin), empty)
             except ProofError as error:
                 raise FamilyError(
                     f"Model type '{name}' has the projections of attention, but its forward does "
@@ -102,7 +123,7 @@ def prove(skeleton: PreTrainedModel) -> None:
                 if not empty and not row.keeps_a_head:
                     note_outputs(skeleton.config)
                 return
-    raise FamilyError(
+    raise NoTwin(
         f"Model type '{name}' has the projections of attention, but no tiny twin of it could be "
         f"cut ({why}). It needs a row in headprune's table."
     )
@@ -124,7 +145,7 @@ def _twins(skeleton: PreTrainedModel) -> Iterator[PreTrainedModel]:
         except Exception:  # a config refuses sizes in its own way
             continue
         if net.num_parameters() <= _MOST:
-            with torch.no_grad(), torch.random.fork_rng():  # draws of the command stay its own
+            with torch.no_grad(), torch.random.fork_rng():
                 torch.manual_seed(0)
                 net = type(skeleton)(config).eval()
                 for parameter in net.parameters():  # a flat softmax would hide a wrong cut
