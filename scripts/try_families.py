@@ -92,17 +92,18 @@ def page(results: dict[str, str]) -> str:
     proven = [name for name, why in results.items() if not why]
     without = [name for name, why in results.items() if why == WITHOUT]
     others = {n: why for n, why in results.items() if why and why != WITHOUT}
-    having = len(proven) + len(others)
     rows = "\n".join(f"| {name} | {_short(why)} |" for name, why in sorted(others.items()))
     read = ", ".join(sorted(name for name in proven if name not in FAMILIES))
+    share = f"{len(proven)} of {len(proven) + len(others)}"
+    known = ", ".join(sorted(without))
     return f"""# Model types that were tried
 
-`python scripts/try_families.py` builds every type of transformers {transformers.__version__} that generates text, fills
-in masks or answers to images, from its default config, and proves a tiny twin of it: gated = cut = reloaded, with a cache,
-padded, and with a wrong cut that must fail.
+`python scripts/try_families.py` takes every type of transformers {transformers.__version__} that
+generates text, fills in masks or answers to images. It builds the default config, and proves a tiny
+twin: gated = cut = reloaded, with a cache, padded, and with a wrong cut that must fail.
 
-{len(proven)} of {having} types with heads are proven ({len(proven) / having:.0%}). {len(FAMILIES)} types have a
-[row](families.md); these are recognised by structure:
+{share} types with heads are proven. {len(FAMILIES)} types have a [row](families.md).
+These are recognised by structure:
 
 {read}.
 
@@ -112,7 +113,8 @@ These are not proven:
 | --- | --- |
 {rows}
 
-{len(without)} types have no attention with heads that headprune knows: {", ".join(sorted(without))}.
+{len(without)} types have no attention with heads that headprune knows:
+{known}.
 """
 
 

@@ -48,9 +48,7 @@ def test_the_fewest_heads_that_divide(
 
 @pytest.mark.parametrize("shape", ["ragged", "empty", "uneven", "whole"])
 @pytest.mark.parametrize(("case", "by"), [("llama-gqa", 2), ("qwen2", 8)])
-def test_the_padded_model_computes_the_same(
-    case: str, by: int, shape: str, tmp_path: Path
-) -> None:
+def test_the_padded_model_computes_the_same(case: str, by: int, shape: str, tmp_path: Path) -> None:
     folder, out = tmp_path / "m", tmp_path / "out"
     if shape == "whole":
         model = tiny.model(case).double()
@@ -82,14 +80,15 @@ def test_prune_removes_what_pad_added(tmp_path: Path) -> None:
     before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "back"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert json.loads((folder / "config.json").read_text())["num_attention_heads"] == (
-        json.loads((tmp_path / "back" / "config.json").read_text())["num_attention_heads"]
+    assert (
+        json.loads((folder / "config.json").read_text())["num_attention_heads"]
+        == (json.loads((tmp_path / "back" / "config.json").read_text())["num_attention_heads"])
     )
     other = {path: [0, 1] for path in json.loads(plan.read_text())}
     plan.write_text(json.dumps(other))
     headprune.prune(out, tmp_path / "other", plan=plan)
     wrong = load_file(tmp_path / "other" / "model.safetensors")
-    assert not all(torch.equal(before[n], wrong[n]) for n in before if wrong[n].shape == before[n].shape)
+    assert not all(torch.equal(before[name], wrong[name]) for name in before)
 
 
 @pytest.mark.parametrize(
@@ -105,4 +104,3 @@ def test_what_cannot_be_padded(case: str, by: int, why: str, tmp_path: Path) -> 
     with pytest.raises(HeadpruneError, match=why):
         headprune.pad(folder, tmp_path / "out", multiple_of=by)
     assert not (tmp_path / "out").exists()
-

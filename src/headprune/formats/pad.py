@@ -82,7 +82,7 @@ def _said(
     regular: ExportSource,
     every: Sequence[tuple[Attention, Slots, Slots]],
 ) -> list[str]:
-    """Return what was added, and its cost."""
+    """Return the added heads and their cost, a sentence each."""
     counts = {
         (a.query_heads, len(queries), a.kv_heads, len(kv_heads)): kv_heads
         for a, queries, kv_heads in every
@@ -91,7 +91,9 @@ def _said(
     for (before, after, kv_before, kv_after), kv_heads in counts.items():
         copied = kv_after - kv_heads.count(None) - kv_before
         how = "copies" if copied else "zero heads"
-        lines.append(f"{before} query heads become {after}, {kv_before} KV heads {kv_after} ({how}).")
+        lines.append(
+            f"{before} query heads become {after}, {kv_before} KV heads {kv_after} ({how})."
+        )
     old, new = model_cost(source.net), model_cost(regular.net)
     lines.append(
         f"KV cache: {old.kv_cache_bytes_per_token:,} bytes per token become "

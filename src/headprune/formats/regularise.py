@@ -25,7 +25,6 @@ from headprune.runtime.modeling_headprune import Attention, input_dim, layout_en
 from headprune.surgery.cut import layer_overrides
 from headprune.tensors.zero_heads import Slots, padded, spread
 
-
 Sizes = Callable[[Attention], tuple[Slots, Slots]]
 """The query heads and the KV heads of a module's result."""
 

@@ -57,9 +57,7 @@ def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportPr
     )
 
 
-def read_back(
-    source: ExportSource, written: ExportSource, tolerance: float = 1e-5
-) -> ExportProof:
+def read_back(source: ExportSource, written: ExportSource, tolerance: float = 1e-5) -> ExportProof:
     """Compare a folder with its source in transformers."""
     net = source.load()
     inputs = probe_inputs(net)

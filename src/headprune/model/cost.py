@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -56,9 +57,10 @@ def kv_cache_elements_per_token(model: PreTrainedModel) -> int:
 
 def _number(module: nn.Module, name: str) -> int:
     """Return a number of a module, or of a module in it; 0 where that is missing."""
+    value: Any = module
     for part in name.split("."):
-        module = getattr(module, part, 0)
-    return int(module)
+        value = getattr(value, part, 0)
+    return int(value)
 
 
 def attention_parameters(attention: Attention) -> int:

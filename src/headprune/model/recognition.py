@@ -146,8 +146,9 @@ def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     named: Any = getattr(transformers, (config.architectures or [""])[0], None)
     if isinstance(named, type) and issubclass(named, PreTrainedModel):
         return named
-    cls: Any = next((known[type(config)] for known in _MAPPINGS if type(config) in known), None)
-    return cls[0] if isinstance(cls, tuple) else cls
+    known: Any = next((each[type(config)] for each in _MAPPINGS if type(config) in each), None)
+    cls: type[PreTrainedModel] | None = known[0] if isinstance(known, tuple) else known
+    return cls
 
 
 def _prefix(net: PreTrainedModel, base: nn.Module) -> str:
@@ -273,7 +274,8 @@ def _described(name: str, path: str, module: Any, layout: tuple[str, ...]) -> Fa
     width_name = next((n for n in _HEAD_DIMS if isinstance(getattr(module, n, None), int)), None)
     if width_name is None:
         raise FamilyError(f"Model type '{name}': '{path}' does not say how wide a head is.")
-    value_name = "v_head_dim" if isinstance(getattr(module, "v_head_dim", None), int) else width_name
+    narrower = isinstance(getattr(module, "v_head_dim", None), int)
+    value_name = "v_head_dim" if narrower else width_name
     width, value = int(getattr(module, width_name)), int(getattr(module, value_name))
     q, k, v = (module.get_submodule(each).weight.shape[0] for each in layout[:3])
     is_below = not layout[3].startswith("../")

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import LayoutOption, Target
 from headprune.errors import PlanError
+from headprune.model.attention import family_of
 from headprune.planning.targets import (
     EMPTY,
     KV_COUNTS,

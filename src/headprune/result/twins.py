@@ -40,8 +40,10 @@ _WIDTHS = {
     **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), 1),
     **{"linear_num_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
 }
-_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "num_decoder_layers")
-_DEPTHS += ("encoder_layers", "decoder_layers", "num_encoder_layers")
+_DEPTHS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"),
+    *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
+)
 _COMMON = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
 _VOCABULARY, _KV_HEADS, _HEADS, _HIDDEN, _WIDTH = 128, 2, 4, 128, 16  # of a twin
 _MOST = 2e8  # parameters
@@ -67,7 +69,7 @@ def refuse_unproven(
     Args:
         model: The model, opened.
         context: Progress.
-        proof: "tensors" takes a model of which no twin runs.
+        proof: "tensors" takes a model without a twin that runs.
 
     Returns:
         Seconds that the proof took; None for a model that needs none.
@@ -137,7 +139,8 @@ def _twins(skeleton: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Yield twins, from the smallest to one that is only less deep: some sizes hang together."""
     layers = _layers_needed(skeleton)
     how = skeleton.config._attn_implementation
-    for shrink in (_few_heads, _narrow, _thin, lambda sizes: {}):
+    attempts: tuple[Shrink, ...] = (_few_heads, _narrow, lambda sizes: _WIDTHS, lambda sizes: {})
+    for shrink in attempts:
         try:
             sizes = _smaller(skeleton.config, shrink, layers)
             config = type(skeleton.config).from_dict(sizes, attn_implementation=how)
@@ -182,7 +185,7 @@ def _sharing(config: PreTrainedConfig) -> int:
 
 def _smaller(config: PreTrainedConfig, shrink: Shrink, layers: int) -> dict[str, Any]:
     """Return a config, and its parts, as a dictionary with smaller sizes."""
-    sizes = config.to_dict()
+    sizes: dict[str, Any] = config.to_dict()
     for name, part in vars(config).items():
         if isinstance(part, PreTrainedConfig):
             sizes[name] = _smaller(part, shrink, layers)
@@ -228,10 +231,6 @@ def _few_heads(sizes: Mapping[str, Any]) -> dict[str, int]:
 
 def _narrow(sizes: Mapping[str, Any]) -> dict[str, int]:
     return {**_WIDTHS, "hidden_size": _HIDDEN}
-
-
-def _thin(sizes: Mapping[str, Any]) -> dict[str, int]:
-    return _WIDTHS
 
 
 def _refuse_inexact(twin: PreTrainedModel, empty: bool) -> None:

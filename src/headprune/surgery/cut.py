@@ -135,8 +135,8 @@ def _cut(attention: Attention, part: AttentionPlan, family: Family, ragged: bool
     kept = {attention.query_ids.index(head) for head in part.keep}
     if family.keeps_a_head and not kept:
         raise PlanError(
-            f"The plan leaves no head in '{attention.path}', of which other layers take more than "
-            "its output. Keep one."
+            f"The plan leaves no head in '{attention.path}'. Other layers read more of it than its "
+            "output, so keep one."
         )
     scale = dict(zip(part.keep, part.scale, strict=True)) if part.scale else None
     queries_of = members(Unit.KV_GROUP, attention.group_sizes)
