@@ -61,6 +61,18 @@ def test_passages_are_whole_sentences_without_their_last_word() -> None:
     assert joined == (first, second)  # rows do not matter
 
 
+def test_passages_may_end_inside_their_last_sentence() -> None:
+    text = [sentence(number) for number in range(3)]
+    inside = passages(text, 100, inside=True)
+    last = text[2].rstrip(".").split()
+    assert [one.word for one in inside] == last[7:]  # 42 words come before it
+    before = " ".join(text[:2])
+    for number, one in enumerate(inside, 7):
+        assert one.context == f"{before} {' '.join(last[:number])}"
+        assert one.sentence == " ".join(last[:number])
+    assert inside[-1:] == passages(text, 100)
+
+
 @pytest.mark.parametrize("line", ["", "  ", "# Title", "= Title ="])
 def test_blank_lines_and_headings_separate(line: str) -> None:
     text = [sentence(number) for number in range(3)]

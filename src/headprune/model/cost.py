@@ -68,6 +68,12 @@ def attention_parameters(attention: Attention) -> int:
     return sum(p.numel() for row in attention.projections for p in row.module.parameters())
 
 
+def parameters_of_heads(attention: Attention) -> int:
+    """Return the parameters of one attention module that go with its heads."""
+    parts = (row.module for row in attention.projections if row.holds)
+    return sum(p.numel() for part in parts for p in part.parameters())
+
+
 def model_cost(model: PreTrainedModel) -> ModelCost:
     """Return the sizes of a model's weights."""
     attentions = attention_of(model)

@@ -17,7 +17,7 @@ from headprune.model.batch import task_of
 from headprune.model.loading import from_pretrained, load_config
 from headprune.model.refusals import PACKED, quantised_by
 from headprune.model.units import default_unit, unit_sizes
-from headprune.runtime.modeling_headprune import Attention
+from headprune.runtime.modeling_headprune import Attention, width
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
@@ -117,8 +117,10 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
     attentions, sizes = attention_of(net), cost.model_cost(net)
     unit, elements = default_unit(attentions), cost.kv_cache_elements_per_token(net)
     widths = cost.BYTES_PER_ELEMENT if task_of(net) in cost.GENERATES else {}
+    family = family_of(net.config)
+    cache_of_heads = 0 if family.cached_width else sizes.kv_cache_bytes_per_token
     return Inspection(
-        family=family_of(net.config).model_type,
+        family=family.model_type,
         architecture=type(net).__name__,
         task=task_of(net),
         dtype=dtype_name(net.dtype),
@@ -129,7 +131,7 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
                 path=a.path,
                 kind=a.kind,
                 query_heads=a.query_heads,
-                kv_heads=a.kv_heads,
+                kv_heads=_kv_heads(a) if family.keeps_kv else a.kv_heads,
                 head_dim=a.head_dim,
                 parameters=cost.attention_parameters(a),
             )
@@ -141,13 +143,22 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
         savings=tuple(
             Saving(
                 heads_removed=fraction,
-                parameters=round(fraction * sizes.attention_parameters),
-                kv_cache_bytes_per_token=round(fraction * sizes.kv_cache_bytes_per_token),
+                parameters=round(fraction * sum(map(cost.parameters_of_heads, attentions))),
+                kv_cache_bytes_per_token=round(fraction * cache_of_heads),
             )
             for fraction in (0.25, 0.5, 0.75)
         ),
-        notes=_notes(config, {a.head_dim for a in attentions}, _without_heads(net, attentions)),
+        notes=(
+            *_notes(config, {a.head_dim for a in attentions}, _without_heads(net, attentions)),
+            *[f"{family.model_type}: {family.fewer_kv_heads}."] * bool(family.cached_width),
+        ),
     )
+
+
+def _kv_heads(attention: Attention) -> int:
+    """Return the KV heads of a module whose K and V stay; 0 where it reads those of another."""
+    whole = [width(p.module, 0) // p.head_dim for p in attention.projections if not p.holds]
+    return whole[0] if whole else 0
 
 
 def _without_heads(net: PreTrainedModel, attentions: Sequence[Attention]) -> tuple[int, int]:
