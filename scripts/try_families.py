@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from headprune.family import FAMILIES
@@ -49,22 +49,30 @@ def stop(*_: Any) -> None:
     raise TooLong
 
 
-def default(name: str, task: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """Return the class of a type for a task, and its default config."""
+def default(name: str, task: str) -> PreTrainedModel:
+    """Return a model of a type for a task, by its default config and without weights."""
+    try:
+        return built(name, task, {})
+    except Exception:  # some defaults are None
+        cls: Any = CONFIG_MAPPING[name]
+        unset = {f.name for f in dataclasses.fields(cls) if f.default is None}
+        if hasattr(cls(), "qk_rope_head_dim"):
+            unset -= {"head_dim", "num_key_value_heads"}  # latent attention has its own
+        return built(name, task, {key: SIZES[key] for key in SIZES if key in unset})
+
+
+def built(name: str, task: str, settings: dict[str, Any]) -> PreTrainedModel:
+    """Return a model of a type for a task, by a config and without weights."""
     cls: Any = CONFIG_MAPPING[name]
-    unset = {f.name for f in dataclasses.fields(cls) if f.default is None}
-    if hasattr(cls(), "qk_rope_head_dim"):
-        unset -= {"head_dim", "num_key_value_heads"}  # latent attention has its own
-    settings: dict[str, Any] = {key: SIZES[key] for key in SIZES if key in unset}
     if task == "CAUSAL_LM" and hasattr(cls(), "is_decoder") and not cls().is_encoder_decoder:
-        settings["is_decoder"] = True
+        settings = {**settings, "is_decoder": True}
     config = cls(**settings)
     model: Any = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING")[type(config)]
     model = model[0] if isinstance(model, tuple) else model
     if model.config_class is not type(config):
         config = config.get_text_config()
     config.architectures = [model.__name__]
-    return model, config
+    return without_weights(model, config)
 
 
 def tried(job: tuple[str, str]) -> tuple[str, str]:
@@ -73,7 +81,7 @@ def tried(job: tuple[str, str]) -> tuple[str, str]:
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
     try:
-        skeleton = without_weights(*default(name, task))
+        skeleton = default(name, task)
         attention_of(skeleton)
         prove(skeleton)
     except TooLong:

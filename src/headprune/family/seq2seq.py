@@ -53,6 +53,4 @@ ROWS = (
     replace(BART, model_type="whisper", expects_one_kv_per_query=True),
     T5,
     replace(T5, model_type="mt5"),
-    replace(T5, model_type="umt5"),
-    replace(T5, model_type="switch_transformers"),
 )

@@ -750,7 +750,7 @@ class EmptyAttention(_Changed):
         """Return the number of attended positions; a cache gets stubs in their place."""
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
         cache, layer = caches[0] if caches else None, self.headprune.cache_layer
-        source = kwargs.get("key_value_states")
+        source = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
         if source is None:
             own = getattr(cache, "self_attention_cache", cache)
             return (
