@@ -13,7 +13,9 @@ import dataclasses
 import multiprocessing
 import signal
 import sys
+import textwrap
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +103,8 @@ def page(results: dict[str, str]) -> str:
     without = [name for name, why in results.items() if why == WITHOUT]
     others = {n: why for n, why in results.items() if why and why != WITHOUT}
     rows = "\n".join(f"| {name} | {_short(why)} |" for name, why in sorted(others.items()))
-    read = ", ".join(sorted(name for name in proven if name not in FAMILIES))
+    read = _block(name for name in proven if name not in FAMILIES)
     share = f"{len(proven)} of {len(proven) + len(others)}"
-    known = ", ".join(sorted(without))
     return f"""# Model types that were tried
 
 `python scripts/try_families.py` takes every type of transformers {transformers.__version__} that
@@ -113,7 +114,7 @@ twin: gated = cut = reloaded, with a cache, padded, and with a wrong cut that mu
 {share} types with heads are proven. {len(FAMILIES)} types have a [row](families.md).
 These are recognised by structure:
 
-{read}.
+{read}
 
 These are not proven:
 
@@ -122,8 +123,14 @@ These are not proven:
 {rows}
 
 {len(without)} types have no attention with heads that headprune knows:
-{known}.
+
+{_block(without)}
 """
+
+
+def _block(names: Iterable[str]) -> str:
+    lines = textwrap.fill(" ".join(sorted(names)), 100, break_on_hyphens=False)
+    return f"```text\n{lines}\n```"
 
 
 def _short(why: str) -> str:
