@@ -95,6 +95,8 @@ def test_prune_removes_what_pad_added(tmp_path: Path) -> None:
     ("case", "by", "why"),
     [
         ("llama-gqa", 3, "divide by 3 already"),
+        ("llama-gqa", 5, "takes no 10 query heads with hidden_size 48"),
+        ("opt", 3, "holds no other counts of heads"),
         ("gpt2", 3, "zero heads need separate projections"),
         ("llama-gqa", 1, "multiple-of"),
     ],

@@ -23,11 +23,14 @@ from headprune.model.attention import family_of
 from headprune.model.cost import model_cost
 from headprune.planning.targets import zero_heads_refusal
 from headprune.runtime.modeling_headprune import Attention
+from headprune.surgery.cut import config_holds
 from headprune.tensors.zero_heads import Slots, divisible
 
 # sums of other lengths round differently: 8.5e-6 measured on 24 layers of Qwen2.5 0.5B
 _TOLERANCE = 1e-4
 UNPAD = "unpad.json"  # a plan that removes the zero heads again
+Padded = tuple[Attention, Slots, Slots]
+"""A module, and the query heads and KV heads of its result."""
 
 
 def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
@@ -36,10 +39,16 @@ def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
     if reason is not None:
         return reason
     if not family_of(source.config).native:
-        return f"a {source.config.model_type} takes the width of a head from the number of heads."
+        return f"the config of a {source.config.model_type} holds no other counts of heads."
     by = _number(config)
     if all(a.query_heads % by == a.kv_heads % by == 0 for a in source.attentions):
         return f"its query heads and KV heads divide by {by} already."
+    queries, kv_heads = _most(_every(source, by))
+    if not config_holds(source.config, queries, kv_heads):
+        return (
+            f"its class takes no {queries} query heads with hidden_size "
+            f"{source.config.hidden_size}."
+        )
     return None
 
 
@@ -48,27 +57,32 @@ def _number(config: ExportConfig) -> int:
     return config.multiple_of
 
 
+def _every(source: ExportSource, by: int) -> list[Padded]:
+    return [(a, *divisible(a.group_sizes, by)) for a in source.attentions]
+
+
+def _most(every: Sequence[Padded]) -> tuple[int, int]:
+    """Return the counts that hold those of every layer."""
+    most = max(len(kv_heads) for _, _, kv_heads in every)
+    largest = max(len(queries) // len(kv_heads) for _, queries, kv_heads in every)
+    return most * largest, most
+
+
 def _write(
     source: ExportSource, folder: Path, config: ExportConfig, on_step: OnStep
 ) -> tuple[str, ...]:
-    def slots(attention: Attention) -> tuple[Slots, Slots]:
-        return divisible(attention.group_sizes, _number(config))
-
-    wider = copy.deepcopy(source.config)
-    every = [(attention, *slots(attention)) for attention in source.attentions]
+    by, wider = _number(config), copy.deepcopy(source.config)
+    every, family = _every(source, by), family_of(wider)
     if getattr(wider, "headprune", None) is not None:
         for attention, queries, kv_heads in every:
             wider.headprune["layout"][attention.path] = entry(attention, queries, kv_heads)
-    # with different layers, the config holds the largest counts
-    family, most = family_of(wider), max(len(kv_heads) for _, _, kv_heads in every)
-    largest = max(len(queries) // len(kv_heads) for _, queries, kv_heads in every)
     wider.head_dim = source.attentions[0].head_dim
-    setattr(wider, family.query_heads_key, most * largest)
-    setattr(wider, str(family.kv_heads_key), most)
-    regular = moved(source, wider, source.attentions, slots)
+    for key, count in zip((family.query_heads_key, family.kv_heads_key), _most(every), strict=True):
+        setattr(wider, str(key), count)
+    regular = moved(source, wider, source.attentions, lambda a: divisible(a.group_sizes, by))
     write_checkpoint(regular, folder, on_step)
-    zero = {a.path: _zero(queries) for a, queries, _ in every}
-    if not any(len(set(kv) - {None}) < len(kv) - kv.count(None) for _, _, kv in every):
+    if all(len(set(kv)) == len(kv) - max(kv.count(None) - 1, 0) for _, _, kv in every):  # no copies
+        zero = {a.path: _zero(queries) for a, queries, _ in every}
         (folder / UNPAD).write_text(json.dumps(zero, indent=2) + "\n", encoding="utf-8")
     return tuple(_said(source, regular, every))
 
@@ -77,11 +91,7 @@ def _zero(queries: Slots) -> list[int]:
     return [place for place, slot in enumerate(queries) if slot is None]
 
 
-def _said(
-    source: ExportSource,
-    regular: ExportSource,
-    every: Sequence[tuple[Attention, Slots, Slots]],
-) -> list[str]:
+def _said(source: ExportSource, regular: ExportSource, every: Sequence[Padded]) -> list[str]:
     """Return the added heads and their cost, a sentence each."""
     counts = {
         (a.query_heads, len(queries), a.kv_heads, len(kv_heads)): kv_heads
