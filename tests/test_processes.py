@@ -149,8 +149,9 @@ def test_two_processes_choose_as_one_does(folder: Path) -> None:
         found.append(load_file(folder / name / "gates.safetensors"))
     two, one, other = found
     assert torch.equal(two["kept"], one["kept"])
-    torch.testing.assert_close(two["value"], one["value"], rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(two["value"], other["value"], rtol=1e-4, atol=1e-5)
+    # Adam widens rounding: 3e-4 measured on a Xeon, 5e-5 in all but one factor; 7e-2 by the seed
+    torch.testing.assert_close(two["value"], one["value"], rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(two["value"], other["value"], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.process

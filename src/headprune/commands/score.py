@@ -76,7 +76,7 @@ def score(
 ) -> Scores:
     """Score every head by one or more criteria, without training."""
     from headprune.evidence.score import score
-    from headprune.result.twins import refuse_unproven_at
+    from headprune.result.twins import refuse_unproven
 
     config = build(
         ScoreConfig,
@@ -91,5 +91,6 @@ def score(
     )
     folder = None if gates is None else Path(gates)
     source = o.data_at(data, text_column, label_column)
-    refuse_unproven_at(model, context)
-    return score(model, Path(output), config, source, folder, overwrite, context)
+    return score(
+        model, Path(output), config, source, folder, overwrite, context, refuse=refuse_unproven
+    )

@@ -82,7 +82,7 @@ def train_gates(
 ) -> GatesRun:
     """Train a gate on every head, towards an exact number of heads."""
     from headprune.gates.train_gates import train_gates
-    from headprune.result.twins import refuse_unproven_at
+    from headprune.result.twins import refuse_unproven
 
     config = build(
         TrainGatesConfig,
@@ -109,5 +109,6 @@ def train_gates(
     )
     source = data_config(data, text_column, label_column)
     resuming = Resuming(overwrite=overwrite, resume=resume)
-    refuse_unproven_at(model, context)
-    return train_gates(model, source, Path(output), config, resuming, context)
+    return train_gates(
+        model, source, Path(output), config, resuming, context, refuse=refuse_unproven
+    )

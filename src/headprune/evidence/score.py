@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ NEEDS_DATA: frozenset[Need] = NEEDS_LOSS | {"activations", "gram", "attention"}
 
 
 @claims_output("model", "data", "gates")
-def score(
+def score(  # noqa: PLR0913  # the inputs of the command, and its proof
     model: str | Path,
     output: Path,
     config: ScoreConfig,
@@ -47,6 +47,7 @@ def score(
     gates: Path | None = None,
     overwrite: bool = False,
     context: Context = Context(),
+    refuse: Callable[[Model, Context], object] = lambda model, context: None,
 ) -> Scores:
     """Scores the heads of a model and writes the scores to ``output``.
 
@@ -58,6 +59,7 @@ def score(
         gates: With the criterion "gates": the folder that train-gates wrote.
         overwrite: Replace an existing output.
         context: Progress and permissions.
+        refuse: Called with the opened model, before the long work.
 
     Raises:
         HeadpruneError: If model, data and criteria do not fit together.
@@ -65,6 +67,7 @@ def score(
     refuse_request(config, data, gates)
     context.stage("loading the model")
     opened = open_model(model, config.dtype, context.allowed, calibrates=data is not None)
+    refuse(opened, context)
     result, _ = scores_on(opened, config, data, gates, context)
     write_scores(output, result)
     return result

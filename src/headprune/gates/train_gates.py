@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ def train_gates(
     config: TrainGatesConfig,
     rerun: Resuming = Resuming(),
     context: Context = Context(),
+    refuse: Callable[[Model, Context], object] = lambda model, context: None,
 ) -> GatesRun:
     """Train gates for a model and write them to ``output``.
 
@@ -99,6 +100,7 @@ def train_gates(
         config: Settings of the training.
         rerun: Whether an output is replaced, or a run resumed.
         context: Progress and permissions.
+        refuse: Called with the opened model, before the long work.
 
     Raises:
         HeadpruneError: If model, data and settings do not fit together.
@@ -118,6 +120,7 @@ def train_gates(
         context.stage("loading the model")
         frozen = config.train is Train.GATES
         opened = open_model(model, config.dtype, context.allowed, calibrates=frozen)
+        refuse(opened, context)
         net, source = opened.net, opened.identity  # the fingerprint, before weights change
         refuse_without_text(net, "train-gates")
         attentions = of_kinds(opened.attentions, config.attention)

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from headprune.family import FAMILIES, Family
 from headprune.model import probes
 from headprune.model.attention import attention_of, family_of
 from headprune.model.loading import from_pretrained
-from headprune.model.open import Model, read_model
+from headprune.model.open import Model
 from headprune.model.recognition import note_outputs
 from headprune.model.skeleton import without_weights
 from headprune.model.units import default_unit
@@ -54,11 +53,6 @@ _PROVEN: dict[str, float] = {}  # seconds by class and config
 
 class NoTwin(FamilyError):
     """No tiny twin of a model runs."""
-
-
-def refuse_unproven_at(source: str | Path, context: Context) -> None:
-    """Refuse a model without a row, as ``refuse_unproven``, before it is opened to work on."""
-    refuse_unproven(read_model(source, allowed=context.allowed), context)
 
 
 def refuse_unproven(
