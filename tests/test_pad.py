@@ -17,7 +17,7 @@ from headprune.formats.pad import FORMAT
 from headprune.formats.source import open_source
 from headprune.tensors.zero_heads import divisible
 from tests import tiny
-from tests.test_regularise import IDS, cut
+from tests.test_regularise import IDS, shaped
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,7 @@ def test_the_fewest_heads_that_divide(
 @pytest.mark.parametrize(("case", "by"), [("llama-gqa", 2), ("qwen2", 8)])
 def test_the_padded_model_computes_the_same(case: str, by: int, shape: str, tmp_path: Path) -> None:
     folder, out = tmp_path / "m", tmp_path / "out"
-    if shape == "whole":
-        model = tiny.model(case).double()
-        model.save_pretrained(folder)
-    else:
-        model = cut(folder, case, *([0, 2] if shape == "empty" else []), ragged=shape == "ragged")
+    model = shaped(folder, case, shape)
     record = headprune.pad(folder, out, multiple_of=by).record
     assert record.proof.passed and "KV cache" in record.changes[-1]
     served = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)

@@ -28,6 +28,15 @@ def cut(folder: Path, case: str, *empty: int, ragged: bool = False) -> PreTraine
     return model
 
 
+def shaped(folder: Path, case: str, shape: str) -> PreTrainedModel:
+    """A saved model: "whole", "uneven", "ragged", or with layers without heads ("empty")."""
+    if shape == "whole":
+        model = tiny.model(case).double()
+        model.save_pretrained(folder)
+        return model
+    return cut(folder, case, *([0, 2] if shape == "empty" else []), ragged=shape == "ragged")
+
+
 def computed(source: ExportSource, **changed: Tensor) -> Tensor:
     net = type(source.net)(source.config).double().eval()
     net.load_state_dict({**dict(source.weights), **changed}, strict=not tied(source))

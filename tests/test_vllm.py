@@ -18,7 +18,7 @@ from headprune.formats.source import open_source
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import ragged_plan, uneven_plan
-from tests.test_regularise import IDS, cut
+from tests.test_regularise import IDS, cut, shaped
 
 
 @pytest.mark.parametrize("shape", ["ragged", "empty", "uneven", "whole"])
@@ -27,11 +27,7 @@ def test_the_folder_computes_the_same_and_dispatches_every_layer(
     case: str, shape: str, tmp_path: Path
 ) -> None:
     folder, out = tmp_path / "m", tmp_path / "out"
-    if shape == "whole":
-        model = tiny.model(case).double()
-        model.save_pretrained(folder)
-    else:
-        model = cut(folder, case, *([0, 2] if shape == "empty" else []), ragged=shape == "ragged")
+    model = shaped(folder, case, shape)
     record = headprune.export(folder, out, to="vllm").record
     assert record.proof.passed and bool(record.changes) == (shape in ("ragged", "empty"))
     served = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)

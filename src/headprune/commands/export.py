@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from headprune.formats.export import Exported
 
 
-def _show(console: Console, result: Exported, values: Mapping[str, Any]) -> None:
+def show(console: Console, result: Exported, values: Mapping[str, Any]) -> None:
     from headprune.render.results import exported
 
     exported(console, result)
 
 
-@command(Panel.SERVE, _show)
+@command(Panel.SERVE, show)
 def export(
     model: Annotated[o.Model, o.argument("FOLDER", "A model folder.")],
     output: o.Output,

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from headprune.commands import options as o
 from headprune.commands.command import command
+from headprune.commands.export import show
 from headprune.commands.listing import Panel
 from headprune.config import ExportConfig, build
 from headprune.context import Context
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from headprune.formats.export import Exported
 
 
-def _show(console: Console, result: Exported, values: Mapping[str, Any]) -> None:
-    from headprune.render.results import exported
-
-    exported(console, result)
-
-
-@command(Panel.SERVE, _show)
+@command(Panel.SERVE, show)
 def pad(
     model: Annotated[o.Model, o.argument("FOLDER", "A model folder.")],
     output: o.Output,

@@ -82,13 +82,9 @@ def _write(
     regular = moved(source, wider, source.attentions, lambda a: divisible(a.group_sizes, by))
     write_checkpoint(regular, folder, on_step)
     if all(len(set(kv)) == len(kv) - max(kv.count(None) - 1, 0) for _, _, kv in every):  # no copies
-        zero = {a.path: _zero(queries) for a, queries, _ in every}
+        zero = {a.path: [n for n, slot in enumerate(q) if slot is None] for a, q, _ in every}
         (folder / UNPAD).write_text(json.dumps(zero, indent=2) + "\n", encoding="utf-8")
     return tuple(_said(source, regular, every))
-
-
-def _zero(queries: Slots) -> list[int]:
-    return [place for place, slot in enumerate(queries) if slot is None]
 
 
 def _said(source: ExportSource, regular: ExportSource, every: Sequence[Padded]) -> list[str]:

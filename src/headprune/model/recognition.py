@@ -71,10 +71,15 @@ def recognised(config: PreTrainedConfig) -> Family:
     Raises:
         FamilyError: With the modules or the tensor that no row describes.
     """
-    key = f"{type(config).__qualname__} {config.to_json_string()}"
+    key = key_of(config)
     if key not in _KNOWN:
         _KNOWN[key] = _row(config)
     return _KNOWN[key]
+
+
+def key_of(config: PreTrainedConfig) -> str:
+    """Return the same text for configs of the same class and content."""
+    return f"{type(config).__qualname__} {config.to_json_string()}"
 
 
 def note_outputs(config: PreTrainedConfig) -> None:
@@ -82,8 +87,7 @@ def note_outputs(config: PreTrainedConfig) -> None:
 
     So no layer may lose all heads.
     """
-    key = f"{type(config).__qualname__} {config.to_json_string()}"
-    _KNOWN[key] = replace(recognised(config), keeps_a_head=True)
+    _KNOWN[key_of(config)] = replace(recognised(config), keeps_a_head=True)
 
 
 def row_of(config: PreTrainedConfig) -> Family | None:
@@ -106,25 +110,25 @@ def _row(config: PreTrainedConfig) -> Family:
     net = without_weights(cls, config)
     base = base_of(net)
     rows: dict[str, Family] = {}
-    whole: dict[str, FamilyError] = {}  # modules that stay, with the reason
+    whole: dict[nn.Module, FamilyError] = {}  # modules that stay, with the reason
     for path, module in base.named_modules():
         layout = _layout_of(base, path)
         if layout is not None:
             try:
                 row = _described(name, path, module, layout)
             except FamilyError as why:
-                whole[path] = why
+                whole[module] = why
             else:
                 first = rows.setdefault(_pattern(path), row)
                 if (row.projections, row.head_dim) != (first.projections, first.head_dim):
-                    whole[path] = FamilyError(
+                    whole[module] = FamilyError(
                         f"Model type '{name}': '{path}' has other projections than the attention "
                         "of other layers."
                     )
                 # sinks, for one, may be in some layers only
                 per_head = {**first.per_head, **row.per_head}
                 rows[_pattern(path)] = replace(first, per_head=per_head)
-    refused = [why for path, why in whole.items() if not _keeps_states(base.get_submodule(path))]
+    refused = [why for module, why in whole.items() if not _keeps_states(module)]
     if refused and not rows:
         raise refused[0]
     if not rows:
@@ -135,8 +139,8 @@ def _row(config: PreTrainedConfig) -> Family:
         )
     row = _shared(_joined(name, rows, net), base)
     for attention in find_attention(net, row.for_runtime()):
-        if (path := attention.path.removeprefix(_prefix(net, base))) in whole:
-            raise whole[path]
+        if attention.module in whole:
+            raise whole[attention.module]
     native = _config_says_counts(cls, config, row, net)
     return replace(row, native=True, fewer_kv_heads="native") if native else row
 
@@ -151,11 +155,6 @@ def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return cls
 
 
-def _prefix(net: PreTrainedModel, base: nn.Module) -> str:
-    name = next(name for name, module in net.named_modules() if module is base)
-    return f"{name}." if name else ""
-
-
 def _pattern(path: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
@@ -167,24 +166,22 @@ def _keeps_states(module: nn.Module) -> bool:
 
 def _shared(row: Family, base: nn.Module) -> Family:
     """Return a row whose K and V stay, if some of its layers read K and V of others."""
-    patterns = [one for each in row.attention.values() for one in each.split("|")]
-    q, k, v, o = (*row.projections, *[None] * 4)[:4]
-    if k is None or v is None or (q, o) == (None, None) or k.roles != "k":
+    if row.projections[1].roles != "k":
         return row
-    readers = [
-        path
-        for path, _ in base.named_modules()
-        if _pattern(path) in patterns
-        and all(_is_linear(find_projection(base, path, one.path)) for one in (q, o) if one)
-        and not all(_is_linear(find_projection(base, path, one.path)) for one in (k, v))
-    ]
-    if not readers:
+    patterns = [one for each in row.attention.values() for one in each.split("|")]
+    q, k, v, o, *gates = row.projections
+
+    def has(path: str, *projections: Projection) -> bool:
+        return all(_is_linear(find_projection(base, path, one.path)) for one in projections)
+
+    modules = [path for path, _ in base.named_modules() if _pattern(path) in patterns]
+    if not any(has(path, q, o) and not has(path, k, v) for path in modules):
         return row
     kept = [replace(one, roles="", optional=True) for one in (k, v)]
     sizes = {n: s for n, s in row.size_attributes.items() if s in ("query_heads", "queries_per_kv")}
     return replace(
         row,
-        projections=tuple(one for one in (q, *kept, o, *row.projections[4:]) if one),
+        projections=(q, *kept, o, *gates),
         size_attributes=sizes,
         keeps_kv=True,
         keeps_a_head=True,

@@ -24,7 +24,7 @@ from headprune.model import probes
 from headprune.model.attention import attention_of, family_of
 from headprune.model.loading import from_pretrained
 from headprune.model.open import Model
-from headprune.model.recognition import note_outputs
+from headprune.model.recognition import key_of, note_outputs
 from headprune.model.skeleton import without_weights
 from headprune.model.units import default_unit
 from headprune.result import equivalence
@@ -74,7 +74,7 @@ def refuse_unproven(
     config = model.config
     if config.model_type in FAMILIES or getattr(config, "headprune", None) is not None:
         return None
-    key = f"{type(config).__qualname__} {config.to_json_string()}"
+    key = key_of(config)
     if key not in _PROVEN:
         context.stage("proving a tiny twin")
         began = time.monotonic()
