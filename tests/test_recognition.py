@@ -127,6 +127,8 @@ def test_structure_says_what_plain_rows_say(name: str) -> None:
     ("name", "why"),
     [
         ("bitnet", "has 'attn_sub_norm.weight' of shape .* whose part in every head is not known"),
+        # its cross attention alone would be read
+        ("umt5", "has 'relative_attention_bias.weight' of shape"),
         ("mamba", "no module of its MambaModel has the projections of attention"),
     ],
 )

@@ -42,6 +42,7 @@ _LAYOUTS = (
 )
 _ONE_NORM = "a norm runs over all K heads at once and would see other heads"
 _STATES = r"conv1d|A_log|dt_bias|decay|slope"
+_SENSES = r"vision|visual|audio|image"
 _CROSS = r"encoder_attn|EncDec|cross"
 _TEXT = r"language_model|text_(model|encoder|decoder)"
 _LATENT = ("kv_b_proj", "o_proj")
@@ -111,6 +112,7 @@ def _row(config: PreTrainedConfig) -> Family:
     base = base_of(net)
     rows: dict[str, Family] = {}
     whole: dict[nn.Module, FamilyError] = {}  # modules that stay, with the reason
+    odd: dict[str, FamilyError] = {}  # those of text among them, by their paths
     for path, module in base.named_modules():
         layout = _layout_of(base, path)
         if layout is not None:
@@ -118,6 +120,8 @@ def _row(config: PreTrainedConfig) -> Family:
                 row = _described(name, path, module, layout)
             except FamilyError as why:
                 whole[module] = why
+                if not (_keeps_states(module) or re.search(_SENSES, path)):
+                    odd[path] = why
             else:
                 first = rows.setdefault(_pattern(path), row)
                 if (row.projections, row.head_dim) != (first.projections, first.head_dim):
@@ -128,9 +132,10 @@ def _row(config: PreTrainedConfig) -> Family:
                 # sinks, for one, may be in some layers only
                 per_head = {**first.per_head, **row.per_head}
                 rows[_pattern(path)] = replace(first, per_head=per_head)
-    refused = [why for module, why in whole.items() if not _keeps_states(module)]
-    if refused and not rows:
-        raise refused[0]
+    tower = any(re.search(_TEXT, pattern) for pattern in rows)
+    for path, why in odd.items():
+        if not tower or re.search(_TEXT, path):
+            raise why
     if not rows:
         raise FamilyError(
             f"Model type '{name}' is not in headprune's table ('headprune families'), and no "
@@ -219,7 +224,7 @@ def _config_says_counts(
 
 def _joined(name: str, rows: Mapping[str, Family], net: PreTrainedModel) -> Family:
     """Return one row for all patterns; those of images and sound stay whole."""
-    text = {p: row for p, row in rows.items() if not re.search(r"vision|visual|audio|image", p)}
+    text = {p: row for p, row in rows.items() if not re.search(_SENSES, p)}
     within = {pattern: row for pattern, row in text.items() if re.search(_TEXT, pattern)}
     text = within or text
     if not net.config.is_encoder_decoder and net.config.get_text_config() is not net.config:
