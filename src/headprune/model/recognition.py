@@ -133,9 +133,9 @@ def _row(config: PreTrainedConfig) -> Family:
                 per_head = {**first.per_head, **row.per_head}
                 rows[_pattern(path)] = replace(first, per_head=per_head)
     tower = any(re.search(_TEXT, pattern) for pattern in rows)
-    for path, why in odd.items():
+    for path, refusal in odd.items():
         if not tower or re.search(_TEXT, path):
-            raise why
+            raise refusal
     if not rows:
         raise FamilyError(
             f"Model type '{name}' is not in headprune's table ('headprune families'), and no "
