@@ -16,12 +16,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import headprune
-from headprune.compression import candidates, compress, heldout
+from headprune.compression import candidates, compress, heldout, texts
 from headprune.compression.candidates import CANDIDATES, RemoveHeads, ShareKvHeads, candidates_for
 from headprune.compression.compress import Compressed, Outline, _Compression
 from headprune.compression.goals import SizeGoal, _mergeable, goal_of
+from headprune.compression.selection import distance
 from headprune.config import BudgetConfig, CompressConfig, DataConfig, HealConfig
 from headprune.context import Context
+from headprune.data.passages import passage_words
 from headprune.errors import (
     CheckpointError,
     DataError,
@@ -42,12 +44,13 @@ from headprune.render import results as console
 from headprune.result.refitting import JudgedRefit
 from headprune.resuming import unwritable
 from headprune.schemas.manifest import amend_manifest, read_manifest
-from headprune.schemas.records import RefitWorth
+from headprune.schemas.records import Contender, RefitWorth
 from headprune.surgery.edit import collecting
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.marks import slow_unless
 from tests.test_cli import run
+from tests.test_last_words import passage_text, tokenizer
 
 SMALL: dict[str, Any] = {"seq_len": 16, "calibration_tokens": 256, "held_out_tokens": 128}
 
@@ -92,6 +95,47 @@ def test_the_best_on_held_out_text_is_taken(
     # nothing is left beside it, and the record names no file that is gone
     assert {p.name for p in tmp_path.iterdir()} == {"llama", "out", "text0.txt", "text1.txt"}
     assert "-candidates" not in manifest.model_dump_json()
+
+
+def test_words_that_only_the_passage_tells_choose_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heldout, "FEWEST", 5)
+    net, words = tiny.model("llama-gqa"), tokenizer()
+    words.save_pretrained(tiny.save(net, tmp_path / "model"))
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(passage_text(net, words, 160)))
+    result = compressed(tmp_path / "model", [text], tmp_path / "out", keep=0.5, seq_len=128)
+    choice, best = result.choice, result.choice.chosen
+    (half,) = texts.read({"text": DataConfig(source=str(text))}).choose
+    given = passage_words(half.examples(), 10**6, words, 128, inside=True)
+    assert 5 <= choice.passage_words[0] < len(given) and choice.passage_words[1] >= 5
+    assert choice.original.passage_words == choice.original.held_out_words == 1
+    second = choice.contenders[1]
+    assert best.passage_words is not None and second.passage_words is not None
+    assert second.held_out_words is None is not best.held_out_words
+    distances = [one.chosen_by * (1.1 - 0.1 * one.passage_words) for one in choice.contenders]
+    assert distances == sorted(distances)
+    paper = io.StringIO()
+    console.compressed(Console(file=paper, width=200), result)
+    assert f"words that only their passage tells, {choice.passage_words[0]}," in paper.getvalue()
+    shown = f"{best.passage_words:.3f}", f"{best.held_out_words:.3f}"
+    assert all(number in paper.getvalue() for number in shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "first"), [((0.5, 1.0), 1), ((1.0, 0.5), 0), ((0.8, 0.9), 0), ((None, None), 0)]
+)
+def test_a_tenth_of_the_passage_words_is_a_hundredth_of_perplexity(
+    words: tuple[float | None, float | None], first: int
+) -> None:
+    sizes = {"parameters": 1, "kv_cache_bytes_per_token": 1, "query_heads": 1, "kv_heads": 1}
+    pair = [
+        Contender(name=str(at), chosen_by=1.05 + 0.03 * at, seconds=0, passage_words=kept, **sizes)
+        for at, kept in enumerate(words)
+    ]
+    measure = heldout.MEASURES["causal-lm"]
+    assert min(pair, key=lambda one: distance(one, measure)) is pair[first]
 
 
 @pytest.mark.parametrize("name", ["KV groups, fisher", "KV heads merged or removed, by layer"])

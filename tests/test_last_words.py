@@ -71,6 +71,13 @@ def test_passages_may_end_inside_their_last_sentence() -> None:
         assert one.context == f"{before} {' '.join(last[:number])}"
         assert one.sentence == " ".join(last[:number])
     assert inside[-1:] == passages(text, 100)
+    paragraphs = [text[0], "", text[1], "# Title", text[2]]
+    assert passages(paragraphs, 100, inside=True) == inside  # they cross paragraphs
+    more = passages([*text, sentence(3)], 100, inside=True)[len(inside) :]
+    last = sentence(3).rstrip(".").split()  # and overlap: 63 words come before it
+    assert [(one.context, one.word) for one in more] == [
+        (" ".join([*text, *last[:number]]), word) for number, word in enumerate(last) if number
+    ]
 
 
 @pytest.mark.parametrize("line", ["", "  ", "# Title", "= Title ="])

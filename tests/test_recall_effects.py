@@ -70,6 +70,7 @@ def test_scores_are_raised_by_a_share_of_their_sum() -> None:
 def test_scores_are_raised_where_the_text_has_passages(
     unit: Unit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(recall, "PASSAGES", 10**6)  # it predicts few by chance
     model, words = tiny.model("llama-gqa"), tokenizer()
     folder = tiny.save(model, tmp_path / "model")
     words.save_pretrained(folder)
@@ -80,7 +81,8 @@ def test_scores_are_raised_where_the_text_has_passages(
     assert not score(folder, tmp_path / "plain", plain, data).metadata.recalls
     kept = score(folder, tmp_path / "kept", config, data)
     assert kept.metadata.recalls
-    told = recall.needed(model, passage_words(read_examples(data), 100, words, None), 4)
+    given = passage_words(read_examples(data), 10**6, words, None, inside=True)
+    told = recall.needed(model, given, 4)
     heads = effects(model, attention_of(model), told)
     units = [members(unit, a.group_sizes) for a in attention_of(model)]
     carried = torch.cat([per_unit(h, u) for h, u in zip(heads, units, strict=True)])

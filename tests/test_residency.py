@@ -329,7 +329,7 @@ def test_compress(sharded: Path, tmp_path: Path, keep: float) -> None:
         assert isinstance(result, Compressed)
         written[placement] = _weights(out)
         choices.append(
-            [(one.name, one.held_out, one.copying_nll) for one in result.choice.contenders]
+            [(one.name, one.held_out, one.held_out_words) for one in result.choice.contenders]
         )
     assert choices[0] == choices[1] and len(choices[0]) == 5
     whole, layers = written.values()

@@ -151,7 +151,7 @@ def test_samples_of_text_begin_as_a_text(kind: str, tmp_path: Path, text_file: P
     text = Documents("text", tuple(((tiny.text(100),), None) for _ in range(3)), False)
     heldout = HeldOut(net, of, Parts((), (text,), (text,)), SEQ, 64, 4)
     for half in (heldout.choose, heldout.report):
-        assert half and all(begin(rows["input_ids"], before) for rows in half.values())
+        assert half.rows and all(begin(rows["input_ids"], before) for rows in half.rows.values())
     roles = RolesConfig(sequences=4, seq_len=SEQ)
     for given in (text_input(net, of, data, roles)[0], *repeated_inputs(net, of, roles)):
         assert all(begin(batch["input_ids"].tolist(), before) for batch in given.batches)

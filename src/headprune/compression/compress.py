@@ -217,7 +217,7 @@ class _Compression:
             sequences_per_pass(config.batch_size, self.judged),
         )
         self.context.stage("measuring the original")
-        selection = Selection(self.model, held_out, config.seed, self.context.step, self.goal)
+        selection = Selection(self.model, held_out, self.context.step, self.goal)
         with reserved(beside(output, "{}-candidates")) as work:
             work.mkdir()
             job = self._job(work)

@@ -6,7 +6,7 @@ models without a head by the similarity of their embeddings to the original's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +15,35 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.compression.texts import Documents, Parts
+from headprune.data.passages import passage_words
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.text import HELD_OUT, evenly
 from headprune.data.tokens import around, token_ids
 from headprune.errors import DataError
 from headprune.evaluation import quality
 from headprune.evaluation.metrics import Floats
-from headprune.evaluation.recall import copying_losses
+from headprune.evidence.recall import FEWEST, PASSAGES, needed
+from headprune.model.answers import Prompt, answered
 from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
 
 _ROWS = 8  # held-out rows, at least: half of them choose
-_COPIES = 4  # sequences of random tokens, each twice
 _RUNNING = ("causal-lm", "masked-lm")
 
 Outputs = Mapping[str, Floats]  # by text
 Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Half:
+    """Half of the held-out texts.
+
+    Attributes:
+        texts: The texts.
+        rows: Sequences of some of each, by its name.
+    """
+
+    texts: tuple[Documents, ...]
+    rows: Mapping[str, Dataset]
 
 
 @dataclass(frozen=True)
@@ -129,17 +143,15 @@ class HeldOut:
         share = -(-tokens // len(held_out))
         some = {part: _some(each, share) for part, each in rows.items()}
         self.choose, self.report = (
-            {text: each for (text, reports), each in some.items() if reports == half}
-            for half in (False, True)
+            Half(part, {text: each for (text, reports), each in some.items() if reports == half})
+            for half, part in ((False, texts.choose), (True, texts.report))
         )
         self.tokens = sum(len(ids) for each in some.values() for ids in each["input_ids"])
 
-    def outputs(
-        self, net: PreTrainedModel, half: Mapping[str, Dataset], progress: Progress
-    ) -> Outputs:
+    def outputs(self, net: PreTrainedModel, half: Half, progress: Progress) -> Outputs:
         """Return losses and tokens, labels, or embeddings on ``choose`` or ``report``."""
-        done, total, outputs = 0, sum(map(len, half.values())), {}
-        for text, rows in half.items():
+        done, total, outputs = 0, sum(map(len, half.rows.values())), {}
+        for text, rows in half.rows.items():
 
             def step(some: int, _: int, before: int = done) -> None:
                 progress(before + some, total)
@@ -155,12 +167,27 @@ class HeldOut:
         whole = float(number(np.concatenate(list(by_text.values()))))
         return whole, {text: float(number(rows)) for text, rows in by_text.items()}
 
-    def copying(self, net: PreTrainedModel, seed: int) -> float | None:
-        """Mean loss on the second of two equal runs of random tokens, of models that generate."""
-        if self.task != "causal-lm" or self.seq_len < 4:
-            return None
-        found = copying_losses(net, self.tokenizer, _COPIES, self.seq_len, self.batch_size, seed)
-        return float(found["copied_nll_nats"].sum() / found["copied_tokens"].sum())
+    def words(self, net: PreTrainedModel, half: Half, progress: Progress) -> list[Prompt]:
+        """Return the words of a half that the original, a language model, needs the passage for.
+
+        Fewer than ``evidence.recall.FEWEST`` decide nothing: none are returned.
+        """
+        if self.task != "causal-lm":
+            return []
+        each = -(-PASSAGES // len(half.texts))
+        some = [
+            word
+            for text in half.texts
+            for word in passage_words(
+                text.examples(), each, self.tokenizer, self.seq_len, inside=True
+            )
+        ]
+        words = needed(net, some, self.batch_size, progress)
+        return words if len(words) >= FEWEST else []
+
+    def kept(self, net: PreTrainedModel, words: Sequence[Prompt]) -> float | None:
+        """Return the share of such words that a model predicts; None if there are none."""
+        return float(answered(net, words, self.batch_size).mean()) if words else None
 
     def _refuse_short(self, texts: Parts) -> None:
         for purpose, part in (("choose", texts.choose), ("report", texts.report)):

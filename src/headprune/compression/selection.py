@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.compression.goals import SizeGoal
-from headprune.compression.heldout import HeldOut
+from headprune.compression.heldout import HeldOut, Measure
 from headprune.model.attention import attention_of
 from headprune.model.cost import GENERATES, kv_cache_elements_per_token
 from headprune.model.loading import task_of
@@ -19,6 +19,7 @@ from headprune.schemas.records import Contender, ModelChoice
 from headprune.surgery.edit import Edit, sketch, trying
 
 ORIGINAL = "original"
+_WORD_LOST = 0.1  # of perplexity; with some 70 words, more would weigh their chance
 Progress = Callable[[int, int], None]
 
 
@@ -28,19 +29,17 @@ class Selection:
     Args:
         model: The original.
         held_out: The text that they are measured on.
-        seed: Seed of all draws.
         progress: Called with sequences done and sequences in all.
         goal: What may stay.
     """
 
-    def __init__(
-        self, model: Model, held_out: HeldOut, seed: int, progress: Progress, goal: SizeGoal
-    ) -> None:
+    def __init__(self, model: Model, held_out: HeldOut, progress: Progress, goal: SizeGoal) -> None:
         self.model, self.held_out, self._goal = model, held_out, goal
-        self._seed, self._progress = seed, progress
+        self._progress = progress
         self.contenders: list[Contender] = []
         self.failed: dict[str, str] = {}
         self._original = held_out.outputs(model.net, held_out.choose, progress)
+        self._words = held_out.words(model.net, held_out.choose, progress)
 
     def measured(self, name: str, changed: Edit | Model, seconds: float) -> Contender:
         """Measure a candidate on the choosing half.
@@ -52,12 +51,14 @@ class Selection:
         """
         with self._as(changed) as net:
             outputs = self.held_out.outputs(net, self.held_out.choose, self._progress)
+            words = self.held_out.kept(net, self._words)
         nearness, _ = self.held_out.nearness(outputs, self._original)
         if isinstance(changed, Edit):
             net, stored = sketch(self.model, changed), self.model.result_dtypes().default
         else:
             net, stored = changed.net, changed.result_dtypes().default
-        return _contender(name, net, stored, chosen_by=nearness, seconds=seconds)
+        facts = {"chosen_by": nearness, "passage_words": words, "seconds": seconds}
+        return _contender(name, net, stored, **facts)
 
     def add(self, contender: Contender) -> bool:
         """Add a candidate; return whether it meets the goal and is the best so far."""
@@ -66,29 +67,32 @@ class Selection:
             self.failed[contender.name] = missed
             return False
         self.contenders.append(contender)
-        sign = -1 if self.held_out.measure.higher_is_better else 1
-        self.contenders.sort(key=lambda one: sign * one.chosen_by)  # of equals, the first stays
+        # of equals, the first stays
+        self.contenders.sort(key=lambda one: distance(one, self.held_out.measure))
         return self.contenders[0] is contender
 
     def conclude(self, best: Edit | Model) -> ModelChoice:
         """Measure the best contender on the other half of the text; return the record of all."""
-        facts, wanted = [], None
+        facts, wanted, report = [], None, self.held_out.report
+        words = self.held_out.words(self.model.net, report, self._progress)
         for changed in (self.model, best):
             with self._as(changed) as net:
-                outputs = self.held_out.outputs(net, self.held_out.report, self._progress)
-                copying = self.held_out.copying(net, self._seed)
+                outputs = self.held_out.outputs(net, report, self._progress)
+                kept = self.held_out.kept(net, words)
             wanted = outputs if wanted is None else wanted
             whole, by_text = self.held_out.nearness(outputs, wanted)
-            facts.append({"held_out": whole, "by_text": by_text, "copying_nll": copying})
+            facts.append({"held_out": whole, "by_text": by_text, "held_out_words": kept})
         net, stored = self.model.net, self.model.result_dtypes().default
         chosen_by, _ = self.held_out.nearness(self._original, self._original)
-        original = _contender(ORIGINAL, net, stored, chosen_by=chosen_by, seconds=0.0)
+        first_facts = {"chosen_by": chosen_by, "passage_words": 1.0 if self._words else None}
+        original = _contender(ORIGINAL, net, stored, **first_facts, seconds=0.0)
         first, *others = self.contenders
         return ModelChoice(
             goal=self._goal.said,
             measure=self.held_out.measure.name,
             higher_is_better=self.held_out.measure.higher_is_better,
             held_out_tokens=self.held_out.tokens,
+            passage_words=(len(self._words), len(words)),
             original=original.model_copy(update=facts[0]),
             contenders=(first.model_copy(update=facts[1]), *others),
             failed=self.failed,
@@ -102,6 +106,14 @@ class Selection:
                 yield self.model.net
         else:
             yield changed.net
+
+
+def distance(one: Contender, measure: Measure) -> float:
+    """Distance to the original: a tenth of the passage words lost is 1 % of perplexity."""
+    if measure.higher_is_better:
+        return -one.chosen_by
+    lost = 0.0 if one.passage_words is None else 1 - one.passage_words
+    return one.chosen_by * (1 + _WORD_LOST * lost)
 
 
 def _contender(name: str, net: PreTrainedModel, stored: torch.dtype, **facts: Any) -> Contender:

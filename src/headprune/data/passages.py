@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile, zip_longest
+from itertools import chain, takewhile, zip_longest
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,8 @@ def passage_words(
         count: How many passages at most, from all over the text.
         tokenizer: The model's tokenizer.
         most: Tokens of a prompt at most; longer ones are left out.
-        inside: Passages also end inside their last sentence: some ten times as many.
+        inside: Passages also overlap, cross paragraphs and end inside their last sentence: some
+            fifty times as many.
     """
     given = passages(lines_of(examples), count, lambda one: one.told_before, inside)
     before = around(tokenizer).before
@@ -99,7 +100,8 @@ def passages(
     inside: bool = False,
 ) -> tuple[Passage, ...]:
     """Cut text, in rows or lines, into passages; return ``count`` of some at most, evenly."""
-    cut = (passage for block in _blocks(texts) for passage in _cut(block, inside))
+    blocks = [" ".join(_blocks(texts))] if inside else _blocks(texts)
+    cut = (passage for block in blocks for passage in _cut(block, inside))
     whole = [passage for passage in cut if among(passage)]
     if len(whole) > count:
         whole = [whole[place] for place in np.linspace(0, len(whole) - 1, count).astype(int)]
@@ -141,19 +143,22 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _cut(block: str, inside: bool) -> Iterator[Passage]:
-    words: list[str] = []
+    sentences: list[list[str]] = []
     for sentence in _sentences(block):
-        first = len(words)
-        words += sentence
-        passage = None
+        before = list(chain.from_iterable(sentences))
+        sentences.append(sentence)
+        words, passage = before + sentence, None
         if len(words) >= _WORDS.start:
-            ends = range(first + 1, len(words) + 1) if inside else [len(words)]
+            ends = range(len(before) + 1, len(words) + 1) if inside else [len(words)]
             for end in ends:
-                passage = _without_end(words[:end], first)
+                passage = _without_end(words[:end], len(before))
                 if passage is not None and end in _WORDS:
                     yield passage
-        if passage is not None or len(words) >= _WORDS.stop:
-            words = []
+        if inside:  # passages overlap
+            while sum(map(len, sentences[1:])) >= _WORDS.start:
+                del sentences[0]
+        elif passage is not None or len(words) >= _WORDS.stop:
+            sentences = []
 
 
 def _sentences(block: str) -> Iterator[list[str]]:
@@ -179,4 +184,5 @@ def _without_end(words: Sequence[str], first: int) -> Passage | None:
 
 
 def _stands_in(text: str, word: str) -> bool:
-    return word.lower() in re.findall(r"[^\W\d_]+", text.lower())
+    text, word = text.lower(), word.lower()
+    return word in text and word in re.findall(r"[^\W\d_]+", text)  # most end at the first

@@ -222,8 +222,9 @@ class Contender(_Part):
             the original itself has 1.
         held_out: The same on the other half, of the original and the chosen one alone.
         by_text: The same, for each of the texts.
-        copying_nll: Their loss on the second of two equal runs of random tokens, where they
-            generate.
+        passage_words: Share of the words that the original needs the passage for, on the half
+            that chooses; None where there are too few.
+        held_out_words: The same on the other half, of the original and the chosen one alone.
         parameters: Its parameters.
         kv_cache_bytes_per_token: Its KV cache; 0 where it generates nothing.
         query_heads: Its query heads.
@@ -235,7 +236,8 @@ class Contender(_Part):
     chosen_by: Finite
     held_out: Finite | None = None
     by_text: dict[str, Finite] = {}
-    copying_nll: Finite | None = None
+    passage_words: Finite | None = None
+    held_out_words: Finite | None = None
     parameters: Count
     kv_cache_bytes_per_token: Count
     query_heads: Count
@@ -251,6 +253,7 @@ class ModelChoice(_Part):
         measure: Name of the nearness.
         higher_is_better: Its direction.
         held_out_tokens: Tokens of both halves.
+        passage_words: Passage words of the half that chooses, and of the other.
         original: The model before.
         contenders: The candidates, the best by the choosing half first; this result is
             the first of them.
@@ -261,6 +264,7 @@ class ModelChoice(_Part):
     measure: str
     higher_is_better: bool
     held_out_tokens: Count
+    passage_words: tuple[Count, Count] = (0, 0)
     original: Contender
     contenders: Annotated[tuple[Contender, ...], Field(min_length=1)]
     failed: dict[str, str] = {}
