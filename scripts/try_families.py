@@ -9,7 +9,6 @@ these are tried and nothing is written.
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import signal
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from headprune.family import FAMILIES
@@ -38,6 +37,37 @@ SIZES: dict[str, Any] = {
     **{"num_hidden_layers": 4, "intermediate_size": 256, "vocab_size": 256, "pad_token_id": 0},
     **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_routed_experts": 8},
     **{"num_experts": 8, "moe_intermediate_size": 64, "default_language": "en_XX"},
+    **{"n_shared_experts": 1, "vocabulary_map": {"<image>": 3}},
+}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_TWO_ROPES = {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}}
+_HALF_ROPE = {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+_GLM4V = {"text_config": {"head_dim": 128, "rope_parameters": _HALF_ROPE}}
+_MARKS = ("vision_start", "vision_end", "audio_start", "audio_end")
+_OMNI = {f"{mark}_token_id": number for number, mark in enumerate(_MARKS, 5)}
+_EXPERTS = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
+_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256}
+_INDEXER |= {"indexer_budget": 16, "indexer_compress_ratio": 4}
+# for defaults that do not fit together, as in checkpoints of these types
+SETTINGS: dict[str, dict[str, Any]] = {
+    "aya_vision": {
+        "vision_config": {"model_type": "siglip_vision_model", "num_attention_heads": 16}
+    },
+    "cohere_compass": {"text_config": _TWO_ROPES},
+    "cohere_compass_text": _TWO_ROPES,
+    "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 5e5}},
+    "deepseek_ocr2": {"text_config": {"num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 4}},
+    "diffusion_gemma": {"text_config": _EXPERTS},
+    "hunyuan_vl": {
+        "text_config": {"head_dim": 64, "rope_parameters": {**_ROPE, "mrope_section": [8] * 4}}
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "qwen2_5_omni_thinker": _OMNI,
+    "qwen3_omni_moe_thinker": {**_OMNI, "text_config": {"head_dim": 128}},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "step3p7": {"text_config": {"sliding_window": 16}},
+    **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), _GLM4V),
 }
 WITHOUT = "no attention with heads"
 
@@ -53,14 +83,23 @@ def stop(*_: Any) -> None:
 
 def default(name: str, task: str) -> PreTrainedModel:
     """Return a model of a type for a task, by its default config and without weights."""
+    settings = SETTINGS.get(name, {})
     try:
-        return built(name, task, {})
+        return built(name, task, settings)
     except Exception:  # some defaults are None
-        cls: Any = CONFIG_MAPPING[name]
-        unset = {f.name for f in dataclasses.fields(cls) if f.default is None}
-        if hasattr(cls(), "qk_rope_head_dim"):
-            unset -= {"head_dim", "num_key_value_heads"}  # latent attention has its own
-        return built(name, task, {key: SIZES[key] for key in SIZES if key in unset})
+        config = CONFIG_MAPPING[name](**settings)
+        parts = {}
+        if "text_config" in config.sub_configs:
+            parts["text_config"] = _sizes(config.text_config) | settings.get("text_config", {})
+        return built(name, task, {**_sizes(config), **settings, **parts})
+
+
+def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return values for the settings of a config that are None."""
+    sizes = {key: SIZES[key] for key in SIZES if vars(config).get(key, 0) is None}
+    if hasattr(config, "qk_rope_head_dim"):  # latent attention has its own
+        sizes = {key: sizes[key] for key in sizes.keys() - {"head_dim", "num_key_value_heads"}}
+    return sizes
 
 
 def built(name: str, task: str, settings: dict[str, Any]) -> PreTrainedModel:
@@ -72,7 +111,9 @@ def built(name: str, task: str, settings: dict[str, Any]) -> PreTrainedModel:
     model: Any = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING")[type(config)]
     model = model[0] if isinstance(model, tuple) else model
     if model.config_class is not type(config):
-        config = config.get_text_config()
+        text = config.get_text_config()
+        other = SETTINGS.get(model.config_class.model_type, {})
+        config = text if isinstance(text, model.config_class) else model.config_class(**other)
     config.architectures = [model.__name__]
     return without_weights(model, config)
 

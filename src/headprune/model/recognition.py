@@ -291,7 +291,9 @@ def _described(name: str, path: str, module: Any, layout: tuple[str, ...]) -> Fa
         )
     beside = _Beside(queries, kv_heads, width, module.get_submodule(layout[0]).weight.shape[1])
     for tensor, parameter in module.named_parameters():
-        if tensor.rpartition(".")[0] not in layout and not beside.takes(tensor, parameter.shape):
+        owner = tensor.rpartition(".")[0]
+        whole = owner in layout or "indexer" in owner  # an indexer has heads of its own
+        if not whole and not beside.takes(tensor, parameter.shape):
             raise FamilyError(
                 f"Model type '{name}': '{path}' has '{tensor}' of shape {tuple(parameter.shape)} "
                 "beside its projections, whose part in every head is not known."
@@ -350,7 +352,7 @@ class _Beside:
         is_norm = "norm" in child and not rest
         if is_norm and first == self.head_dim:  # the same of every head
             return True
-        if first == widths[0] and re.search("gate|g_proj", child):
+        if first == widths[0] and re.search("gate|g_proj|query$", child):
             gate = Projection(child, "q")
             self.gates += [gate] if gate not in self.gates else []
         elif is_norm and first in widths and re.match("[qk]_", child):
@@ -384,7 +386,8 @@ def _latent(name: str, path: str, module: Any) -> Family:
         )
     beside = _Beside(heads, heads, module.v_head_dim, module.o_proj.weight.shape[0])
     for tensor, parameter in module.named_parameters():
-        if re.match(r"g_proj|gate_proj|sinks", tensor):  # the latents and an indexer stay
+        a_head = tuple(parameter.shape) == (heads,) and "indexer" not in tensor
+        if a_head or re.match(r"g_proj|gate_proj", tensor):  # the latents and an indexer stay
             beside.takes(tensor, parameter.shape)
     return Family(
         model_type=name,

@@ -38,6 +38,7 @@ _WIDTHS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
     **dict.fromkeys(("num_experts_per_tok", "n_group", "topk_group"), 1),
     **{"linear_num_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "block_size"), 16),
 }
 _DEPTHS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"),
@@ -96,12 +97,8 @@ def refuse_unproven(
 
 def prove(skeleton: PreTrainedModel) -> None:
     """Prove the first twin that runs: with a layer without heads, or else with a head in each."""
-    name, why = skeleton.config.model_type, "it is too large"
-    row = family_of(skeleton.config)
-    for twin in _twins(skeleton):
-        if _reads(family_of(twin.config)) != _reads(row):
-            why = "a small one looks different"
-            continue
+    name, why = skeleton.config.model_type, "it is too large, or small ones look different"
+    for row, twin in _twins(skeleton):
         for empty in (True, False)[row.keeps_a_head :]:
             try:
                 with torch.random.fork_rng():  # draws of the command stay its own
@@ -125,11 +122,47 @@ def prove(skeleton: PreTrainedModel) -> None:
     )
 
 
-def _reads(row: Family) -> tuple[Any, ...]:
-    return row.attention, row.projections, row.per_head, row.full_width_norms, row.keeps_kv
+def _twins(net: PreTrainedModel) -> Iterator[tuple[Family, PreTrainedModel]]:
+    """Yield twins that read as a model does, with their rows.
+
+    Where no small one of images or sound and text can be built, those of its text model.
+    """
+    row, built = family_of(net.config), False
+    for twin in _smaller_twins(net):
+        if _reads_as(row, twin.config):
+            built = True
+            yield row, twin
+    text = _text_model(net)
+    if text is not None and not built:
+        yield from _twins(text)
 
 
-def _twins(skeleton: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def _reads_as(row: Family, config: PreTrainedConfig) -> bool:
+    """Return whether a row, but for its sizes, is that of a twin's config."""
+    try:
+        other = family_of(config)
+    except FamilyError:  # its sizes do not fit together
+        return False
+    facts = ("attention", "projections", "per_head", "full_width_norms", "keeps_kv")
+    return all(getattr(row, fact) == getattr(other, fact) for fact in facts)
+
+
+def _text_model(net: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the innermost model that holds all attention, if its config is another one."""
+    text = net.config.get_text_config()
+    if text is net.config:
+        return None
+    paths = [attention.path for attention in attention_of(net)]
+    inner = None
+    for name, module in net.named_modules():
+        if getattr(module, "config", None) is text and isinstance(module, PreTrainedModel):
+            inner = module if all(path.startswith(f"{name}.") for path in paths) else inner
+    if inner is not None:
+        text.architectures = [type(inner).__name__]
+    return inner
+
+
+def _smaller_twins(skeleton: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Yield twins, from the smallest to one that is only less deep: some sizes hang together."""
     layers = _layers_needed(skeleton)
     how = skeleton.config._attn_implementation
