@@ -12,16 +12,18 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.models.cwm.modeling_cwm import CwmAttention
 
 import headprune
 from headprune.context import Context
-from headprune.errors import FamilyError
+from headprune.errors import CheckpointError, FamilyError
 from headprune.family import FAMILIES, llama
 from headprune.model.attention import attention_of, family_of, identity
 from headprune.model.inspection import inspect
+from headprune.model.loading import native_of
 from headprune.model.open import Model, open_model
 from headprune.model.recognition import recognised, row_of
 from headprune.model.skeleton import without_weights
@@ -141,6 +143,16 @@ def test_what_cannot_be_read_is_refused(
         attention_of(model)
 
 
+@pytest.mark.parametrize("comes", [False, True])
+def test_code_that_comes_with_a_model_is_said(comes: bool) -> None:
+    config = type("OwnConfig", (PreTrainedConfig,), {"model_type": "own"})()
+    if comes:
+        config.auto_map = {"AutoModel": "modeling_own.OwnModel"}
+    said = r"for model type 'own'\." + r" Code that comes with a model is not cut\." * comes
+    with pytest.raises(CheckpointError, match=f"{said}$"):
+        native_of(config)
+
+
 def count_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a forward that scales every head by its number, of which no size tells."""
     original = CwmAttention.forward
@@ -183,11 +195,12 @@ def test_a_forward_that_counts_heads_fails_on_the_twin(
     assert headprune.verify(tmp_path / "out").passed
 
 
-WHOLE = ["qwen3_5", "qwen3_5_moe", "llama4", "lfm2_vl", "got_ocr2", "jamba"]
+# of molmo2 no small one can be built, so that the twin is of its text model
+WHOLE = ["qwen3_5", "qwen3_5_moe", "llama4", "lfm2_vl", "got_ocr2", "jamba", "molmo2", "helium"]
 
 
 @pytest.mark.parametrize(
-    "name", slow_unless({"llama4"}.__contains__, [n for n in WHOLE if n in CONFIG_MAPPING])
+    "name", slow_unless({"llama4", "molmo2"}.__contains__, [n for n in WHOLE if n in CONFIG_MAPPING])
 )
 def test_a_twin_of_a_model_of_full_size_is_proven(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -348,9 +348,10 @@ def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[P
     if auto_class is not None or native is None:
         mapping = getattr(transformers, auto_class or "AutoModel")._model_mapping
         if type(config) not in mapping:
+            comes = " Code that comes with a model is not cut." * hasattr(config, "auto_map")
             raise CheckpointError(
                 f"transformers has no {auto_class or 'AutoModel'} for model type "
-                f"'{config.model_type}'."
+                f"'{config.model_type}'.{comes}"
             )
         native = mapping[type(config)]
     chosen: type[PreTrainedModel] = native[0] if isinstance(native, tuple) else native
