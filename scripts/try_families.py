@@ -57,6 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": _TWO_ROPES,
     "dbrx": {"attn_config": {"kv_n_heads": 8, "rope_theta": 5e5}},
     "deepseek_ocr2": {"text_config": {"num_hidden_layers": 4, "mlp_layer_types": ["dense"] * 4}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "diffusion_gemma": {"text_config": _EXPERTS},
     "hunyuan_vl": {
         "text_config": {"head_dim": 64, "rope_parameters": {**_ROPE, "mrope_section": [8] * 4}}
@@ -66,6 +67,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {**_OMNI, "text_config": {"head_dim": 128}},
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
+    "xmod": {"default_language": "en_XX"},
     "step3p7": {"text_config": {"sliding_window": 16}},
     **dict.fromkeys(("glm4v", "glm46v", "glm4v_moe"), _GLM4V),
 }

@@ -200,7 +200,8 @@ WHOLE = ["qwen3_5", "qwen3_5_moe", "llama4", "lfm2_vl", "got_ocr2", "jamba", "mo
 
 
 @pytest.mark.parametrize(
-    "name", slow_unless({"llama4", "molmo2"}.__contains__, [n for n in WHOLE if n in CONFIG_MAPPING])
+    "name",
+    slow_unless({"llama4", "molmo2"}.__contains__, [n for n in WHOLE if n in CONFIG_MAPPING]),
 )
 def test_a_twin_of_a_model_of_full_size_is_proven(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -59,6 +59,11 @@ MaxWindows = Annotated[values.Count, option("Windows or examples to measure, spr
 Tasks = Annotated[
     str | Sequence[str], _LISTED, option("Tasks of the package lm-eval, comma-separated.")
 ]
+Metrics = Annotated[
+    str | Sequence[str],
+    BeforeValidator(values.several),
+    option("Metric of what it writes: bleu, rouge_l, wer, ... (repeatable).", metavar="NAME"),
+]
 
 # ---- what to cut
 MaxParams = Annotated[values.Count, option("Parameters of the whole model, at most.")]

@@ -50,7 +50,7 @@ def sentence(error: ValidationError, known: Sequence[str] = (), called: str = ""
     return f"{called or (flag(name) if name else 'These settings')}: {message}{got}."
 
 
-_SPELT = {"targets": "--for", "limits": "--limit", "heal_steps": "--heal"}
+_SPELT = {"targets": "--for", "limits": "--limit", "metrics": "--metric", "heal_steps": "--heal"}
 
 
 def flag(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,8 @@ _ON_DEMAND = {
     "last_words": ("last_word_accuracy", "seen_last_word_accuracy"),
     "passage_words": ("passage_words",),
 }
+# metrics of what a model writes
+WRITTEN = ("bleu", "chrf", "ter", "rouge1", "rouge2", "rouge_l", "wer", "cer", "exact_match")
 
 
 def _exactly_one(settings: Settings, *names: str) -> None:
@@ -332,6 +335,8 @@ class EvaluateConfig(NeedleConfig):
     confidence: Level = 0.95
     resamples: Few = 2000
     tasks: Names = ()
+    metrics: Texts = ()
+    max_new_tokens: Count = 128
     speed: bool = True
     decode_batches: Lengths = (1, 8)
     memory: Memory | None = None
@@ -361,6 +366,7 @@ class CheckConfig(NeedleConfig):
     model: Place
     data: Domains
     tasks: Names = ()
+    max_new_tokens: Count = 128
     split: str = "test"
     text_column: str | None = None
     label_column: str | None = None
@@ -385,6 +391,8 @@ class CheckConfig(NeedleConfig):
         """Return how model and original are evaluated for these limits."""
         shared = ("seq_len", "batch_size", "max_windows", "dtype", "seed", "tasks")
         values = {name: getattr(self, name) for name in (*shared, *NeedleConfig.model_fields)}
+        values["max_new_tokens"] = self.max_new_tokens
+        values["metrics"] = tuple(name for name in WRITTEN if self._limits(name))
         values["needle"] = self._limits(_NEEDLE)
         for setting, metrics in _ON_DEMAND.items():
             default = EvaluateConfig.model_fields[setting].default
@@ -392,7 +400,8 @@ class CheckConfig(NeedleConfig):
         return EvaluateConfig(**values, speed=False)
 
     def _limits(self, *metrics: str) -> bool:
-        return any(limit.strip().startswith(metrics) for limit in self.limits)
+        named = (re.match(r"\w*", limit.strip()) for limit in self.limits)
+        return any(name is not None and name[0] in metrics for name in named)
 
 
 class ExportDtype(str, Enum):

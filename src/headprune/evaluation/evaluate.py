@@ -56,6 +56,7 @@ from headprune.evaluation.report import (
     Retrieval,
 )
 from headprune.evaluation.tasks import task_scores
+from headprune.evaluation.written import scores, write
 from headprune.evidence.recall import needed
 from headprune.model.answers import Prompt, answered
 from headprune.model.cost import longest_context, model_cost
@@ -169,7 +170,9 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
     columns: dict[str, Floats] = {}
     documents: dict[str, Numbers] = {}
     result, net, done = Measured(Samples(columns, documents)), loaded.nets[index], 0
-    total = sum(len(domain.rows) + len(domain.prompts) for domain in loaded.domains)
+    total = sum(
+        len(domain.rows) + len(domain.prompts) + len(domain.references) for domain in loaded.domains
+    )
     for domain in loaded.domains:
 
         def step(now: int, _: int, before: int = done) -> None:
@@ -182,10 +185,24 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
             some = domain.documents[repeated_rows(len(domain.rows), config.copying)]
             documents |= {within(name, domain.name): some for name in REPEATED}
         done += len(domain.rows) + len(domain.prompts)
+        if domain.references:
+
+            def writes(now: int, _: int, before: int = done) -> None:
+                progress(before + now, total)
+
+            how = (loaded.tokenizer, config.batch_size, config.max_new_tokens, writes)
+            counted, numbers = scores(
+                config.metrics, write(net, domain.sources, *how), domain.references
+            )
+            columns |= {within(name, domain.name): column for name, column in counted.items()}
+            result.whole += [
+                one.model_copy(update={"name": within(one.name, domain.name)}) for one in numbers
+            ]
+            done += len(domain.references)
     if config.tasks:
-        scores, by_example = task_scores(net, loaded.tokenizer, config)
+        of_tasks, by_example = task_scores(net, loaded.tokenizer, config)
         columns |= by_example
-        result.whole += scores
+        result.whole += of_tasks
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from headprune.data.sequences import tokenized_rows, translation_rows, windows
 from headprune.data.tokens import around, refuse_beyond
 from headprune.evaluation import probes
 from headprune.evaluation.comparison import Numbers
-from headprune.evaluation.metrics import Samples, within
+from headprune.evaluation.metrics import METRICS, Samples, within
 from headprune.evaluation.probes import LastWord, Needle
 from headprune.evaluation.quality import TokenLosses
 from headprune.evaluation.recall import COPYING, REPEATED, WORDS, WordMarks
@@ -34,6 +35,7 @@ from headprune.evaluation.refusals import (
     refuse_unfit,
 )
 from headprune.evaluation.tasks import refuse_tasks
+from headprune.evaluation.written import references_of, refuse_metrics
 from headprune.model.answers import Prompt
 from headprune.model.batch import most_tokens, usable_length
 from headprune.model.loading import (
@@ -73,6 +75,7 @@ class LoadedDomain:
         last_words: Passages whose last words are to be predicted.
         passage_words: Passages whose last words stand earlier in them.
         needles: Contexts with a fact to retrieve.
+        references: What a model is to write after each example, with ``--metric``.
     """
 
     name: str
@@ -83,6 +86,13 @@ class LoadedDomain:
     last_words: tuple[LastWord, ...] = ()
     passage_words: tuple[PassageWord, ...] = ()
     needles: tuple[Needle, ...] = ()
+    references: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> list[str]:
+        """The texts that a model writes after."""
+        some = self.examples.spread(len(self.references)) if self.references else None
+        return [source for source, _ in some.texts] if some is not None else []
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -100,6 +110,7 @@ class Loaded:
         nets: The models.
         tokenizer: That of the first.
         domains: Their data, the main one first.
+        metrics_written: Metrics of what the models write.
     """
 
     ids: tuple[str | None, ...]
@@ -107,6 +118,7 @@ class Loaded:
     nets: tuple[PreTrainedModel, ...]
     tokenizer: Any
     domains: tuple[LoadedDomain, ...]
+    metrics_written: tuple[str, ...] = ()
 
     def metrics(self) -> tuple[str, ...]:
         """Return the metrics that a run can give example by example."""
@@ -114,6 +126,10 @@ class Loaded:
         return Samples(dict.fromkeys(columns, np.zeros(1))).metrics()
 
     def _columns(self, domain: LoadedDomain) -> tuple[str, ...]:
+        written = (METRICS[name].columns for name in self.metrics_written if name in METRICS)
+        return (*self._read(domain), *chain.from_iterable(written))
+
+    def _read(self, domain: LoadedDomain) -> tuple[str, ...]:
         task = task_of(self.nets[0])
         if task == "causal-lm":
             words = WORDS if WordMarks(self.tokenizer).any else ()
@@ -135,9 +151,11 @@ class Loaded:
         if task_of(self.nets[0]) == "causal-lm" and (before := around(self.tokenizer).before):
             used["prefix_ids"] = before
         settings = config.model_dump(mode="json")
-        for optional in ("copying", "last_words", "passage_words", "tasks"):
+        for optional in ("copying", "last_words", "passage_words", "tasks", "metrics"):
             if not settings[optional]:  # it was not measured
                 del settings[optional]
+        if not config.metrics:
+            del settings["max_new_tokens"]
         if not settings["needle"]:
             settings = {n: value for n, value in settings.items() if not n.startswith("needle")}
         return {**settings, **used}
@@ -173,6 +191,7 @@ def load(
     """Open models and data, and refuse what does not fit before any work is done."""
     several = {"": data} if isinstance(data, DataConfig) else data
     refuse_tasks(config.tasks)
+    refuse_metrics(config.metrics, allowed)
     examples = [read_examples(one) for one in several.values()]
     names = [str(name) for name in (model, against) if name is not None]
     for name in names:
@@ -191,7 +210,7 @@ def load(
         for number, ((name, source), one) in enumerate(zip(several.items(), examples, strict=True))
     )
     ids = tuple(id_of_model(name) for name in names)
-    return Loaded(ids, tuple(names), tuple(nets), tokenizers[0], tuple(domains))
+    return Loaded(ids, tuple(names), tuple(nets), tokenizers[0], tuple(domains), config.metrics)
 
 
 def _loaded(model: Model) -> PreTrainedModel:
@@ -233,7 +252,10 @@ def _domain(
     if config.needle and not name:
         most, known = most_tokens(nets[0].config, tokenizer), vocabulary_of(nets[0])
         needles = probes.needles(examples, tokenizer, most, config, config.seed, known)
-    return LoadedDomain(name, data, examples, rows, documents, words, of_passage, needles)
+    references = tuple(references_of(examples.spread(config.max_windows)) if config.metrics else ())
+    return LoadedDomain(
+        name, data, examples, rows, documents, words, of_passage, needles, references
+    )
 
 
 def _rows(

@@ -57,10 +57,11 @@ class MetricSpec:
 
 
 METRICS: Registry[MetricSpec] = Registry("metric")  # in the order of reports
+_WRITTEN = ("max_new_tokens",)  # decides metrics of what a model writes
 SCORE = MetricSpec(
     "1",
     True,  # unless the task says otherwise
-    "Mean score of the examples of a task of lm-eval.",
+    "Mean score of the examples of a task of lm-eval, or a number of a metric of evaluate.",
     formula=lambda scores: scores.mean(-1),
     compared="difference",
 )
@@ -160,6 +161,60 @@ def needle_accuracy(needle_hits: Floats) -> Any:
     return needle_hits.mean(-1)
 
 
+@metric(beside=True, settings=_WRITTEN)
+def bleu(bleu_counts: Floats) -> Any:
+    """BLEU of what is written, by sacrebleu (Post 2018, arXiv 1804.08771)."""
+    return _by_sacrebleu("BLEU", bleu_counts)
+
+
+@metric(settings=_WRITTEN)
+def chrf(chrf_counts: Floats) -> Any:
+    """ChrF of what is written, by sacrebleu."""
+    return _by_sacrebleu("CHRF", chrf_counts)
+
+
+@metric(lower_is_better=True, settings=_WRITTEN)
+def ter(ter_counts: Floats) -> Any:
+    """Translation edit rate of what is written, by sacrebleu."""
+    return _by_sacrebleu("TER", ter_counts)
+
+
+@metric(beside=True, settings=_WRITTEN)
+def rouge1(rouge1_scores: Floats) -> Any:
+    """Mean F1 of words that a summary shares with its reference, by rouge_score."""
+    return rouge1_scores.mean(-1)
+
+
+@metric(settings=_WRITTEN)
+def rouge2(rouge2_scores: Floats) -> Any:
+    """The same, of pairs of words."""
+    return rouge2_scores.mean(-1)
+
+
+@metric(settings=_WRITTEN)
+def rouge_l(rouge_l_scores: Floats) -> Any:
+    """The same, of the longest common sequence of words."""
+    return rouge_l_scores.mean(-1)
+
+
+@metric(lower_is_better=True, beside=True, settings=_WRITTEN)
+def wer(word_errors: Floats) -> Any:
+    """Word errors per word of the references, by jiwer."""
+    return _rate(word_errors)
+
+
+@metric(lower_is_better=True, settings=_WRITTEN)
+def cer(character_errors: Floats) -> Any:
+    """Character errors per character of the references, by jiwer."""
+    return _rate(character_errors)
+
+
+@metric(beside=True, proportion=True, settings=_WRITTEN)
+def exact_match(exact_hits: Floats) -> Any:
+    """Share of answers that equal their reference, but for white space around them."""
+    return exact_hits.mean(-1)
+
+
 @metric(leads=True, proportion=True)
 def accuracy(hits: Floats) -> Any:
     """Share of examples whose label, or all of whose labels, are predicted."""
@@ -214,6 +269,24 @@ def similarity_correlation(a: Floats, b: Floats) -> float:
 
 
 METRICS.freeze()
+
+
+def _by_sacrebleu(name: str, counts: Floats) -> Any:
+    from sacrebleu import metrics
+
+    scorer = getattr(metrics, name)()
+
+    def score(sums: Floats) -> float:
+        return float(scorer._aggregate_and_compute([sums.tolist()]).score)
+
+    return np.apply_along_axis(score, -1, counts.sum(-2))
+
+
+def _rate(errors: Floats) -> Any:
+    wrong, of = np.moveaxis(errors.sum(-2), -1, 0)
+    return wrong / of
+
+
 _ROUNDING = 1e-12  # variance that rounding in float32 leaves where all similarities are the same
 
 
@@ -274,9 +347,9 @@ class Samples:
     """Numbers per sequence or example, and the metrics that are functions of them.
 
     Attributes:
-        columns: By name, of shape (sequences,). A column of a further domain has its name in
-            brackets (``nll_nats[brown]``), as its metrics do. A column of a task of lm-eval is a
-            score itself (``lambada_openai:acc``).
+        columns: By name, of shape (sequences,), or (sequences, counts). A column of a further
+            domain has its name in brackets (``nll_nats[brown]``), as its metrics do. A column of a
+            task of lm-eval is a score itself (``lambada_openai:acc``).
         documents: By column, the number of the document that each window of a text begins in;
             columns of independent rows are absent.
     """

@@ -41,6 +41,11 @@ def refuse_unfit(
                 f"{option} is for models that generate, and this one is a {kind}. Leave it out, "
                 "with the limits on it."
             )
+    if config.metrics and task not in ("causal-lm", "seq2seq-lm"):
+        raise HeadpruneError(
+            f"--metric {config.metrics[0]} is of what a model writes, and this one is a {kind}. "
+            "Leave it out; accuracy and F1 of classifiers are measured without it."
+        )
     if task in UNMEASURED:
         raise HeadpruneError(
             f"There is no metric for the head of a {kind} ({task}) here. "

@@ -386,7 +386,7 @@ def _latent(name: str, path: str, module: Any) -> Family:
         )
     beside = _Beside(heads, heads, module.v_head_dim, module.o_proj.weight.shape[0])
     for tensor, parameter in module.named_parameters():
-        a_head = tuple(parameter.shape) == (heads,) and "indexer" not in tensor
+        a_head = tuple(parameter.shape) == (heads,) and not re.search("indexer|norm", tensor)
         if a_head or re.match(r"g_proj|gate_proj", tensor):  # the latents and an indexer stay
             beside.takes(tensor, parameter.shape)
     return Family(

@@ -95,7 +95,7 @@ class Baseline(BaseModel):
     metrics: dict[str, float]
     structure: dict[str, Amount]
     load_route: str
-    samples: dict[str, tuple[Finite, ...]]
+    samples: dict[str, tuple[Finite, ...] | tuple[tuple[Finite, ...], ...]]
 
     def as_samples(self) -> Samples:
         """Return the columns of its metrics."""

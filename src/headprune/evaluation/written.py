@@ -1,0 +1,228 @@
+"""Metrics of what a model writes: translations, summaries, transcripts, answers.
+
+Packages count something of every example, such as matching n-grams. The number is a function of the
+sums of these counts, so that the bootstrap resamples counts and reads no text again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from headprune.context import Allowed
+from headprune.data.read import Examples
+from headprune.errors import DataError, HeadpruneError
+from headprune.evaluation.metrics import METRICS, Floats
+from headprune.evaluation.report import Metric
+from headprune.model.placement import on_device
+from headprune.packages import refuse_missing
+from headprune.registry import did_you_mean
+
+Counts = Callable[[Sequence[str], Sequence[str]], Sequence[Any]]
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Counts of written texts.
+
+    Attributes:
+        package: The module that counts; "" for none.
+        counts: From written texts and references to the numbers of each example.
+    """
+
+    package: str
+    counts: Counts
+
+
+def _sacrebleu(name: str) -> Counted:
+    def counts(written: Sequence[str], references: Sequence[str]) -> Sequence[Any]:
+        from sacrebleu import metrics
+
+        rows: Sequence[Any] = getattr(metrics, name)()._extract_corpus_statistics(
+            written, [references]
+        )
+        return rows
+
+    return Counted("sacrebleu", counts)
+
+
+def _rouge(name: str) -> Counted:
+    def counts(written: Sequence[str], references: Sequence[str]) -> Sequence[Any]:
+        from rouge_score.rouge_scorer import RougeScorer
+
+        scorer = RougeScorer([name])
+        pairs = zip(references, written, strict=True)
+        return [scorer.score(*pair)[name].fmeasure for pair in pairs]
+
+    return Counted("rouge_score", counts)
+
+
+def _errors(unit: str) -> Counted:
+    def counts(written: Sequence[str], references: Sequence[str]) -> Sequence[Any]:
+        import jiwer
+
+        process: Any = getattr(jiwer, f"process_{unit}")
+        found = [process(*pair) for pair in zip(references, written, strict=True)]
+        return [
+            (
+                one.substitutions + one.deletions + one.insertions,
+                one.substitutions + one.deletions + one.hits,
+            )
+            for one in found
+        ]
+
+    return Counted("jiwer", counts)
+
+
+def _same(written: Sequence[str], references: Sequence[str]) -> Sequence[Any]:
+    pairs = zip(written, references, strict=True)
+    return [float(ours.strip() == theirs.strip()) for ours, theirs in pairs]
+
+
+COUNTED = {
+    "bleu": _sacrebleu("BLEU"),
+    "chrf": _sacrebleu("CHRF"),
+    "ter": _sacrebleu("TER"),
+    "rouge1": _rouge("rouge1"),
+    "rouge2": _rouge("rouge2"),
+    "rouge_l": _rouge("rougeL"),
+    "wer": _errors("words"),
+    "cer": _errors("characters"),
+    "exact_match": Counted("", _same),
+}
+
+
+def refuse_metrics(names: Sequence[str], allowed: Allowed) -> None:
+    """Refuse metrics that cannot be computed, before anything is loaded.
+
+    Raises:
+        HeadpruneError: If one is not known, its package is missing, or it is code that may not run.
+    """
+    for name in names:
+        package = COUNTED[name].package if name in COUNTED else "evaluate"
+        if name not in COUNTED and "/" not in name and not Path(name).exists():
+            raise HeadpruneError(
+                f"--metric {name}: known are {', '.join(COUNTED)}, a file or folder with a module "
+                f"of evaluate, and OWNER/NAME on the hub.{did_you_mean(name, [*COUNTED])}"
+            )
+        if name not in COUNTED and not allowed.trust_remote_code:
+            raise HeadpruneError(
+                f"--metric {name} runs code that comes with it: read it, and give "
+                "--trust-remote-code."
+            )
+        refuse_missing(f"--metric {name}", *[package] * bool(package))
+
+
+def references_of(examples: Examples) -> list[str]:
+    """Return the second text of every pair.
+
+    Raises:
+        DataError: If the examples are no pairs.
+    """
+    if examples.width != 2:
+        raise DataError(
+            "--metric compares what is written with references: name both columns, as in "
+            "--text-column SOURCE,REFERENCE (CSV, TSV, JSONL or parquet)."
+        )
+    return [reference for _, reference in examples.texts]
+
+
+def scores(
+    names: Sequence[str], written: Sequence[str], references: Sequence[str]
+) -> tuple[dict[str, Floats], list[Metric]]:
+    """Return columns of counts, and the numbers of modules that give no counts.
+
+    Raises:
+        DataError: If every text is empty.
+        HeadpruneError: If a module fails; quotes it.
+    """
+    if not any(text.strip() for text in written):
+        raise DataError(
+            f"The model wrote nothing after {len(written)} prompts, so there is nothing to compare "
+            "with the references. Look at its generation_config.json, or verify it."
+        )
+    columns, numbers = {}, []
+    for name in names:
+        if name in COUNTED:
+            (column,) = METRICS[name].columns
+            columns[column] = np.array(COUNTED[name].counts(written, references), np.float64)
+        else:
+            numbers += _of_module(name, written, references)
+    return columns, numbers
+
+
+def _of_module(name: str, written: Sequence[str], references: Sequence[str]) -> list[Metric]:
+    import evaluate
+
+    try:
+        results = evaluate.load(name).compute(predictions=written, references=references)
+    except Exception as error:  # the code of others fails in its own way
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise HeadpruneError(f"--metric {name} could not be computed: {first}") from error
+    stem = Path(name).stem
+    return [
+        Metric(name=f"{stem}:{key}", value=value, unit="1", higher_is_better=True, n=len(written))
+        for key, value in (results or {}).items()
+        if isinstance(value, int | float)
+    ]
+
+
+@torch.no_grad()
+def write(
+    model: PreTrainedModel,
+    prompts: Sequence[str],
+    tokenizer: Any,
+    batch_size: int,
+    most: int,
+    progress: Progress = lambda done, total: None,
+) -> list[str]:
+    """Return what a model writes after each prompt, by the beams of its generation config.
+
+    Args:
+        model: A model that generates.
+        prompts: Sources or prompts; those longer than the model takes are cut off.
+        tokenizer: Its tokenizer.
+        batch_size: Prompts per pass.
+        most: Tokens to write, at most.
+        progress: Called with prompts done and prompts in all.
+    """
+    continues = not model.config.is_encoder_decoder
+    side, tokenizer.padding_side = tokenizer.padding_side, "left" if continues else "right"
+    if tokenizer.pad_token_id is None:
+        batch_size = 1
+    how = _deterministic(model.generation_config, most)
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+    texts: dict[int, str] = {}
+    try:
+        for start in range(0, len(order), batch_size):
+            some = order[start : start + batch_size]
+            batch = tokenizer(
+                [prompts[number] for number in some],
+                return_tensors="pt",
+                padding=len(some) > 1,
+                truncation=True,
+            )
+            inputs = {n: batch[n] for n in ("input_ids", "attention_mask") if n in batch}
+            ids = model.generate(**on_device(model, inputs), generation_config=how)
+            ids = ids[:, inputs["input_ids"].shape[1] :] if continues else ids
+            decoded = tokenizer.batch_decode(ids, skip_special_tokens=True)
+            texts |= zip(some, decoded, strict=True)
+            progress(len(texts), len(prompts))
+    finally:
+        tokenizer.padding_side = side
+    return [texts[number] for number in range(len(prompts))]
+
+
+def _deterministic(given: GenerationConfig | None, most: int) -> GenerationConfig:
+    config = copy.deepcopy(given) if given is not None else GenerationConfig()
+    config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
+    config.update(max_length=None, max_new_tokens=most)
+    return config
