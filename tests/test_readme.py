@@ -148,7 +148,8 @@ def test_the_python_example_runs(stand_ins: Path) -> None:
     example = "\n".join(blocks("python", "python"))
     shrunk = example.replace("steps=300", "steps=3, seq_len=16, batch_size=2")
     shrunk = shrunk.replace("against=model)\nsmall", "against=model, seq_len=16)\nsmall")
-    assert shrunk.count("seq_len=16") == 2
+    shrunk = shrunk.replace("speed=False)", "speed=False, seq_len=16)")
+    assert shrunk.count("seq_len=16") == 3
     scope: dict[str, object] = {}
     exec(compile(shrunk, "python.md", "exec"), scope)
     assert type(scope["small"]).__name__ == "LlamaForCausalLM"

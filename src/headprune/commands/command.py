@@ -30,6 +30,7 @@ from pydantic_core import to_jsonable_python
 from typer.models import ArgumentInfo, OptionInfo
 
 from headprune import devices, placements
+from headprune.commands.held import as_files
 from headprune.commands.listing import Panel, listed
 from headprune.config.base import flag, sentence
 from headprune.context import Context, MadeBy
@@ -144,6 +145,10 @@ def command(
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             given = inspect.signature(function).bind(*args, **kwargs).arguments
+            with as_files(given) as files:
+                return on_files(files)
+
+        def on_files(given: dict[str, Any]) -> R:
             try:
                 values = registered.arguments(given)
                 context = values["context"]

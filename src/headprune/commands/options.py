@@ -62,7 +62,7 @@ Tasks = Annotated[
 Metrics = Annotated[
     str | Sequence[str],
     BeforeValidator(values.several),
-    option("Metric of what it writes: bleu, rouge_l, wer, ... (repeatable).", metavar="NAME"),
+    option("Metric of written text: bleu, rouge_l, wer, ... (repeatable).", metavar="NAME"),
 ]
 
 # ---- what to cut

@@ -48,6 +48,7 @@ from headprune.model.open import Model, open_model
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.constraints import constraints_of
 from headprune.result.card import write_card
+from headprune.result.folder import ModelFolder
 from headprune.result.twins import refuse_unproven
 from headprune.result.write import Proposal, Pruned, write
 from headprune.resuming import Run, claimed_run
@@ -61,7 +62,7 @@ _JUDGED = 512  # tokens of a judged sequence: of longer ones there would be too 
 
 
 @dataclass(frozen=True)
-class Compressed:
+class Compressed(ModelFolder):
     """A finished compression.
 
     Attributes:

@@ -45,7 +45,7 @@ _ON_DEMAND = {
     "last_words": ("last_word_accuracy", "seen_last_word_accuracy"),
     "passage_words": ("passage_words",),
 }
-# metrics of what a model writes
+# metrics of written text
 WRITTEN = ("bleu", "chrf", "ter", "rouge1", "rouge2", "rouge_l", "wer", "cer", "exact_match")
 
 

@@ -25,6 +25,7 @@ from headprune.model.precision import widened
 from headprune.model.stored import id_of_model
 from headprune.packages import refuse_missing
 from headprune.placements import Placement, in_shards, placing, sharding
+from headprune.result.folder import ModelFolder
 from headprune.result.write import Changes, Pruned, write
 from headprune.resuming import Run, claimed_run
 from headprune.schemas.records import Healing
@@ -37,7 +38,7 @@ _NO_BETTER = (
 
 
 @dataclass(frozen=True)
-class Healed:
+class Healed(ModelFolder):
     """A finished healing.
 
     Attributes:

@@ -75,7 +75,7 @@ class LoadedDomain:
         last_words: Passages whose last words are to be predicted.
         passage_words: Passages whose last words stand earlier in them.
         needles: Contexts with a fact to retrieve.
-        references: What a model is to write after each example, with ``--metric``.
+        references: The text wanted after each example, with ``--metric``.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Loaded:
         nets: The models.
         tokenizer: That of the first.
         domains: Their data, the main one first.
-        metrics_written: Metrics of what the models write.
+        metrics_written: Metrics of written text.
     """
 
     ids: tuple[str | None, ...]

@@ -57,7 +57,7 @@ class MetricSpec:
 
 
 METRICS: Registry[MetricSpec] = Registry("metric")  # in the order of reports
-_WRITTEN = ("max_new_tokens",)  # decides metrics of what a model writes
+_WRITTEN = ("max_new_tokens",)  # decides metrics of written text
 SCORE = MetricSpec(
     "1",
     True,  # unless the task says otherwise
@@ -163,19 +163,19 @@ def needle_accuracy(needle_hits: Floats) -> Any:
 
 @metric(beside=True, settings=_WRITTEN)
 def bleu(bleu_counts: Floats) -> Any:
-    """BLEU of what is written, by sacrebleu (Post 2018, arXiv 1804.08771)."""
+    """BLEU of the written text, by sacrebleu (Post 2018, arXiv 1804.08771)."""
     return _by_sacrebleu("BLEU", bleu_counts)
 
 
 @metric(settings=_WRITTEN)
 def chrf(chrf_counts: Floats) -> Any:
-    """ChrF of what is written, by sacrebleu."""
+    """ChrF of the same, by sacrebleu."""
     return _by_sacrebleu("CHRF", chrf_counts)
 
 
 @metric(lower_is_better=True, settings=_WRITTEN)
 def ter(ter_counts: Floats) -> Any:
-    """Translation edit rate of what is written, by sacrebleu."""
+    """Translation edit rate of the same, by sacrebleu."""
     return _by_sacrebleu("TER", ter_counts)
 
 

@@ -43,7 +43,7 @@ def refuse_unfit(
             )
     if config.metrics and task not in ("causal-lm", "seq2seq-lm"):
         raise HeadpruneError(
-            f"--metric {config.metrics[0]} is of what a model writes, and this one is a {kind}. "
+            f"--metric {config.metrics[0]} is of written text, and a {kind} writes none. "
             "Leave it out; accuracy and F1 of classifiers are measured without it."
         )
     if task in UNMEASURED:

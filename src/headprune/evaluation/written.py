@@ -1,4 +1,4 @@
-"""Metrics of what a model writes: translations, summaries, transcripts, answers.
+"""Metrics of written text: translations, summaries, transcripts, answers.
 
 Packages count something of every example, such as matching n-grams. The number is a function of the
 sums of these counts, so that the bootstrap resamples counts and reads no text again.
@@ -129,7 +129,7 @@ def references_of(examples: Examples) -> list[str]:
     """
     if examples.width != 2:
         raise DataError(
-            "--metric compares what is written with references: name both columns, as in "
+            "--metric compares written text with references: name both columns, as in "
             "--text-column SOURCE,REFERENCE (CSV, TSV, JSONL or parquet)."
         )
     return [reference for _, reference in examples.texts]
@@ -184,7 +184,7 @@ def write(
     most: int,
     progress: Progress = lambda done, total: None,
 ) -> list[str]:
-    """Return what a model writes after each prompt, by the beams of its generation config.
+    """Return a model's text after each prompt, by the beams of its generation config.
 
     Args:
         model: A model that generates.

@@ -23,6 +23,7 @@ from headprune.model.residency import residency_of
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import equal_counts, stated_counts
 from headprune.planning.kv_heads import KvPlan, Way, choose
+from headprune.result.folder import ModelFolder
 from headprune.result.opened import Opened, prepare_merging, refuse_request, weighs
 from headprune.result.twins import refuse_unproven
 from headprune.result.write import Changes, Pruned, refuse_unprovable, write
@@ -39,7 +40,7 @@ from headprune.tensors.units import Unit, members
 
 
 @dataclass(frozen=True)
-class Converted:
+class Converted(ModelFolder):
     """A finished conversion.
 
     Attributes:

@@ -35,6 +35,7 @@ from headprune.placements import ROOM, Placement, asked_placement, too_large
 from headprune.result import equivalence, tensors
 from headprune.result.card import inherit_metadata, write_card
 from headprune.result.engines import engines_of, shapes_in
+from headprune.result.folder import ModelFolder
 from headprune.schemas.manifest import (
     CARD,
     HISTORY,
@@ -56,7 +57,7 @@ PROOF_ROOM = 1.1  # times the weights, as measured: one model at a time, and a f
 
 
 @dataclass(frozen=True)
-class Pruned:
+class Pruned(ModelFolder):
     """A result that was written and proven.
 
     Attributes:
