@@ -10,6 +10,7 @@ import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -77,7 +78,7 @@ DAMAGED = {
     "nulls.jsonl": (b'{"text": null}\n', "column 'text' .* holds no text"),
     "chat.jsonl": (
         b'{"source": "a", "messages": [{"role": "user", "content": "w1"}]}\n',
-        "column 'messages' .* holds chats.*apply_chat_template",
+        "holds chats, and the tokenizer has no chat template",
     ),
     "headless.csv": (b"it was a good film\nw1 w2\n", "no header row: .*'it was a good film'"),
     "two.csv": (b"a,b\nw1,w2\n", "--text-column SOURCE,TARGET"),
@@ -117,6 +118,45 @@ def test_columns_are_separated_as_their_first_row(name: str, content: str, tmp_p
 
 def texts_in(place: Path, **options: str) -> list[str]:
     return [text for (text,) in read_examples(DataConfig(source=str(place), **options)).texts]
+
+
+TEMPLATE = """{% for m in messages %}{% if m.role not in ("user", "assistant", "system") %}{{
+raise_exception("no role " + m.role) }}{% endif %}<{{ m.role }}>{{ m.content }}
+{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {
+            "messages": [
+                {"role": "user", "content": "w1 w2"},
+                {"role": "assistant", "content": "w3"},
+            ]
+        },
+        {"conversations": [{"from": "human", "value": "w1 w2"}, {"from": "gpt", "value": "w3"}]},
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_chats_become_texts_by_the_template(
+    kind: str, rows: dict[str, Any], tmp_path: Path
+) -> None:
+    tokenizer, file = tiny.tokenizer(), tmp_path / f"chats.{kind}"
+    tokenizer.chat_template = TEMPLATE
+    (column,) = rows
+    table = Dataset.from_list([{"source": "a", **rows}, {"source": "b", column: rows[column][:1]}])
+    table.to_json(file) if kind == "jsonl" else table.to_parquet(file)
+    data = DataConfig(source=str(file))
+    both = ["<user>w1 w2\n<assistant>w3\n", "<user>w1 w2\n"]
+    assert list(read_examples(data, tokenizer).texts) == [(text,) for text in both]
+    named = data.model_copy(update={"text_column": column})
+    assert next(iter(read_examples(named, tokenizer).texts)) == (both[0],)
+    digest = read_examples(data, tokenizer).sha256
+    tokenizer.chat_template = TEMPLATE.replace("<{{", "[{{")
+    assert read_examples(data, tokenizer).sha256 != digest
+    tokenizer.chat_template = TEMPLATE.replace('"user", ', "")
+    with pytest.raises(DataError, match="chat template takes no such messages: no role user"):
+        read_examples(data, tokenizer)
 
 
 def test_a_folder_is_read_file_by_file(tmp_path: Path) -> None:

@@ -186,7 +186,10 @@ def test_a_module_of_evaluate_is_read_where_code_may_run(
     [
         ({"metrics": "blue"}, "known are bleu, chrf.*Did you mean 'bleu'"),
         ({"metrics": "bleu", "text_column": "source"}, "name both columns"),
-        ({"metrics": "wer", "model": "bert"}, "a Bert.* writes none.*accuracy and F1 of classifiers"),
+        (
+            {"metrics": "wer", "model": "bert"},
+            "a Bert.* writes none.*accuracy and F1 of classifiers",
+        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(

@@ -187,7 +187,7 @@ class _Compression:
             read = min(read, max(2, config.calibration_tokens // _SEQUENCES))
         self.config = config.model_copy(update={"seq_len": read})
         self.most = most if task == "causal-lm" else None
-        self.texts = texts.read(data or texts.shipped())
+        self.texts = texts.read(data or texts.shipped(), self.model.tokenizer)
         if task in OF_SENTENCES:
             self.texts = self.texts.by_sentence()
         stored = self.model.result_dtypes().default

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, repeat
 from pathlib import Path
+from typing import Any
 
 from headprune.config import DataConfig
 from headprune.data.read import Examples, read_examples
@@ -92,13 +93,13 @@ class Parts:
         return Parts(*(tuple(text.by_sentence() for text in part) for part in parts))
 
 
-def read(sources: Mapping[str, DataConfig]) -> Parts:
+def read(sources: Mapping[str, DataConfig], tokenizer: Any = None) -> Parts:
     """Read texts, and hold out an eighth of each.
 
     Raises:
         DataError: If a text cannot be read, or only some are pairs or labelled.
     """
-    texts = [_documents(name, data) for name, data in sources.items()]
+    texts = [_documents(name, data, tokenizer) for name, data in sources.items()]
     if len({(len(r[0]), r[1] is None) for text in texts for r in text.rows}) > 1:
         raise DataError(
             "The texts of --data cannot be mixed: some are pairs, or have labels, and others are "
@@ -152,8 +153,8 @@ def write(texts: Sequence[Documents], folder: Path) -> DataConfig:
     )
 
 
-def _documents(name: str, data: DataConfig) -> Documents:
-    examples = read_examples(data)
+def _documents(name: str, data: DataConfig, tokenizer: Any) -> Documents:
+    examples = read_examples(data, tokenizer)
     whole_rows = examples.labels is not None or examples.width > 1  # not cut into blocks
     if examples.rows_are_documents and (whole_rows or len(examples.texts) >= HELD_OUT):
         labels: Iterable[str | None] = examples.labels or repeat(None, len(examples.texts))

@@ -71,7 +71,7 @@ def batches(
     """
     task, vocabulary = task_of(net), vocabulary_of(net)
     refuse_without_padding(net, task)
-    examples = read_examples(data)
+    examples = read_examples(data, tokenizer)
     if task in OF_SENTENCES and not running:
         examples = by_sentence(examples)
     need = 1 if isinstance(config, CalibrationConfig) else config.batch_size
@@ -212,7 +212,7 @@ def merge_calibration(
     task = task_of(net)
     refuse_without_text(net, "calibration")
     refuse_without_padding(net, task)
-    examples, closed = read_examples(data), task != "causal-lm"
+    examples, closed = read_examples(data, tokenizer), task != "causal-lm"
     seq_len = min(config.seq_len, config.calibration_tokens)
     seq_len = usable_length(net.config, tokenizer, seq_len)
     if task in OF_SENTENCES:

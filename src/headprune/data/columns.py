@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from headprune.registry import did_you_mean
 
 _MOST_WORDS = 3  # of the name of a column
 _AT_ONCE = 1000  # rows
+_CALLED = {"from": "role", "value": "content"}  # keys of ShareGPT
+_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
@@ -44,7 +46,7 @@ def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
     elif "text" in table.column_names:
         columns = ["text"]
     else:
-        chats = [name for name in table.column_names if _holds_chats(table, name)]
+        chats = [name for name in table.column_names if holds_chats(table, name)]
         columns = chats[:1] or [name for name in strings if name != data.label_column]
         if not named and any(map(_is_no_name, table.column_names)):
             raise DataError(
@@ -57,12 +59,7 @@ def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
                 "with --text-column (of pairs both: --text-column SOURCE,TARGET)."
             )
     for column in columns:
-        if _holds_chats(table, column):
-            raise DataError(
-                f"The column '{column}' of '{data.source}' holds chats. Write each as one text "
-                "first, by tokenizer.apply_chat_template(chat, tokenize=False)."
-            )
-        if column not in strings:
+        if column not in strings and not holds_chats(table, column):
             raise DataError(
                 f"The column '{column}' of '{data.source}' holds no text. Columns of text: "
                 f"{', '.join(strings) or 'none'}; see --text-column."
@@ -81,9 +78,35 @@ def _refuse_missing_column(column: str, table: Dataset, option: str, source: str
         )
 
 
-def _holds_chats(table: Dataset, column: str) -> bool:
+def holds_chats(table: Dataset, column: str) -> bool:
+    """Return whether a column holds lists of messages."""
     message = getattr(table.features[column], "feature", None)
     return isinstance(message, dict) and bool({"content", "value"} & message.keys())
+
+
+def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: Any, source: str) -> str:
+    """Return a chat as text, by the template of a tokenizer.
+
+    Messages have ``role`` and ``content``, or ``from`` and ``value`` as of ShareGPT.
+
+    Raises:
+        DataError: If there is no template, or it takes no such messages.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(
+            f"'{source}' holds chats, and the tokenizer has no chat template. Give one of a model "
+            "that chats, or write each chat as one text."
+        )
+    chat = [
+        {_CALLED.get(key, key): _ROLES.get(value, value) for key, value in each.items() if value}
+        for each in messages
+    ]
+    try:
+        text: str = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception as error:  # a template raises errors of its own
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(f"'{source}': the chat template takes no such messages: {first}") from None
+    return text
 
 
 def _is_no_name(column: str) -> bool:

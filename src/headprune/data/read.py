@@ -24,7 +24,13 @@ import datasets
 from datasets import Dataset
 
 from headprune.config import DataConfig
-from headprune.data.columns import label_texts, text_columns, without_nulls
+from headprune.data.columns import (
+    chat_text,
+    holds_chats,
+    label_texts,
+    text_columns,
+    without_nulls,
+)
 from headprune.data.text import evenly
 from headprune.errors import DataError
 from headprune.io import hub
@@ -163,8 +169,12 @@ class _Rows(Sequence[Any]):
         return _Rows(self.table.select(numbers), self.convert, self.source)
 
 
-def read_examples(data: DataConfig) -> Examples:
+def read_examples(data: DataConfig, tokenizer: Any = None) -> Examples:
     """Read the examples that a data config names; one pass over files finds damage.
+
+    Args:
+        data: Source and columns.
+        tokenizer: Makes texts of chats; None refuses them.
 
     Raises:
         DataError: If nothing is there, a column is missing, or there is no text in it.
@@ -184,8 +194,15 @@ def read_examples(data: DataConfig) -> Examples:
         columns = text_columns(table, data, named=kinds != ["csv"])
         table = without_nulls(table, columns, data)
 
+        chats = {column for column in columns if holds_chats(table, column)}
+
+        def of_column(values: list[Any], column: str) -> list[str]:
+            if column not in chats:
+                return values
+            return [chat_text(chat, tokenizer, data.source) for chat in values]
+
         def texts(batch: dict[str, list[Any]]) -> list[Any]:
-            return list(zip(*(batch[column] for column in columns), strict=True))
+            return list(zip(*(of_column(batch[c], c) for c in columns), strict=True))
 
         labels = None
         if (column := data.label_column) is not None:

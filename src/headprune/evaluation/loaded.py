@@ -192,14 +192,14 @@ def load(
     several = {"": data} if isinstance(data, DataConfig) else data
     refuse_tasks(config.tasks)
     refuse_metrics(config.metrics, allowed)
-    examples = [read_examples(one) for one in several.values()]
     names = [str(name) for name in (model, against) if name is not None]
     for name in names:
         refuse_exported(name)
         refuse_no_model(name)
     models = [read_model(name, parse_dtype(config.dtype.value), allowed) for name in names]
-    nets = [_loaded(model) for model in models]
     tokenizers = [model.tokenizer for model in models]
+    examples = [read_examples(one, tokenizers[0]) for one in several.values()]
+    nets = [_loaded(model) for model in models]
     for one in examples:
         refuse_unfit(nets, names, one, config)
     seq_len = usable_length(nets[0].config, tokenizers[0], config.seq_len)

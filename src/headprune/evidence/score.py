@@ -158,7 +158,8 @@ def words_of(model: Model, data: DataConfig) -> Sequence[PassageWord]:
     if model.task != "causal-lm":
         return ()
     most = most_tokens(model.config, model.tokenizer)
-    return passage_words(read_examples(data), recall.PASSAGES, model.tokenizer, most, inside=True)
+    examples = read_examples(data, model.tokenizer)
+    return passage_words(examples, recall.PASSAGES, model.tokenizer, most, inside=True)
 
 
 def needs_of(criteria: Sequence[str]) -> frozenset[Need]:

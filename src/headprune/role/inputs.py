@@ -238,7 +238,8 @@ def needles_input(
     trials = max(1, config.sequences // len(NEEDLE_DEPTHS))
     settings = NeedleConfig(needle_lengths=config.needle_lengths, needle_trials=trials)
     most, vocabulary = most_tokens(net.config, tokenizer), vocabulary_of(net)
-    contexts = needles(read_examples(data), tokenizer, most, settings, config.seed, vocabulary)
+    examples = read_examples(data, tokenizer)
+    contexts = needles(examples, tokenizer, most, settings, config.seed, vocabulary)
     hits = answered(net, [needle.row for needle in contexts], 1)
     copied = [needle for needle, hit in zip(contexts, hits, strict=True) if hit]
     places = [(needle, _elsewhere(needle, copied)) for needle in copied]
