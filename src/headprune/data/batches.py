@@ -24,13 +24,20 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
+from headprune.data.images import image_rows, pixels_of, read_images
 from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import OF_SENTENCES, by_sentence
 from headprune.data.sequences import Label, packed_sequences, tokenized_rows, translation_rows
 from headprune.data.text import Collate, Text, cut, lengths, longest_of
 from headprune.data.tokens import around, refuse_beyond
 from headprune.errors import DataError
-from headprune.model.batch import Batch, decoder_inputs, padding_id, usable_length
+from headprune.model.batch import (
+    Batch,
+    decoder_inputs,
+    padding_id,
+    reads_images,
+    usable_length,
+)
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of, vocabulary_of
 from headprune.model.refusals import refuse_without_padding, refuse_without_text
 
@@ -69,7 +76,10 @@ def batches(
         DataError: If the text is too short.
         CheckpointError: If it is a classifier that cannot read several texts at once.
     """
-    task, vocabulary = task_of(net), vocabulary_of(net)
+    task = task_of(net)
+    if reads_images(net):
+        return _of_images(objective, net, tokenizer, data, config)
+    vocabulary = vocabulary_of(net)
     refuse_without_padding(net, task)
     examples = read_examples(data, tokenizer)
     if task in OF_SENTENCES and not running:
@@ -128,6 +138,21 @@ def batches(
     return Batches(rows, padded, of_step)
 
 
+def _of_images(
+    objective: Objective,
+    net: PreTrainedModel,
+    processor: Any,
+    data: DataConfig,
+    config: TrainGatesConfig | HealConfig | CalibrationConfig,
+) -> Batches:
+    images = read_images(data)
+    labels = images.labels if objective is Objective.TASK else None
+    rows = image_rows(images, net, None if labels is None else label_reader(net, labels))
+    if len(rows) < (1 if isinstance(config, CalibrationConfig) else config.batch_size):
+        raise DataError(f"The data has {len(rows)} images, fewer than one batch.")
+    return Batches(rows, pixels_of(images, processor), config.batch_size)
+
+
 def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
     """Return a function that makes a batch of pairs: source, labels and decoder inputs."""
     padded = DataCollatorForSeq2Seq(tokenizer)
@@ -181,7 +206,7 @@ def calibration(
     task = task_of(net)
     objective = Objective.MLM if task == "masked-lm" else Objective.LM
     if task not in ("causal-lm", "masked-lm", "seq2seq-lm"):
-        labelled = task in CLASSIFIERS and data.label_column is not None
+        labelled = task in CLASSIFIERS and (data.label_column is not None or reads_images(net))
         objective = Objective.TASK if labelled else Objective.DISTILL
     seq_len = min(config.seq_len, config.calibration_tokens)
     config = config.model_copy(update={"seq_len": seq_len})
@@ -192,7 +217,7 @@ def calibration(
         config.calibration_tokens,
         whole=data.pairs,  # of two texts, one would be lost
         batch_size=config.batch_size,
-        special_ids=tuple(tokenizer.all_special_ids),
+        special_ids=tuple(getattr(tokenizer, "all_special_ids", ())),
     )
 
 

@@ -237,8 +237,11 @@ def digest_of_data(data: DataConfig) -> str:
     if not place.exists():
         return f"hub:{data.source}:{data.split}"
     folder = place if place.is_dir() else place.parent
+    inside = [file for file in place.rglob("*") if file.is_file()]
+    of_text = place.is_file() or any(_suffix(file) in _BUILDERS for file in inside)
+    files = _files(data) if of_text else inside  # images
     try:
-        return digest_of(hashes_of(folder, (str(f.relative_to(folder)) for f in _files(data))))
+        return digest_of(hashes_of(folder, (str(f.relative_to(folder)) for f in files)))
     except OSError as error:
         raise DataError(f"'{data.source}' is not readable ({error}).") from None
 

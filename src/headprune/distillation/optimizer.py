@@ -50,7 +50,8 @@ def matrices(net: PreTrainedModel) -> list[nn.Parameter]:
     """Return the trained weights of linear layers, without embeddings."""
     linear = {id(m.weight) for m in net.modules() if isinstance(m, (nn.Linear, Conv1D))}
     head = net.get_output_embeddings()
-    embeddings = {id(m.weight) for m in (head, net.get_input_embeddings()) if m is not None}
+    known = (head, net.get_input_embeddings())  # of images, patches are a convolution
+    embeddings = {id(m.weight) for m in known if hasattr(m, "weight")}
     moving = (weight for weight in net.parameters() if weight.requires_grad)
     return [w for w in moving if w.dim() == 2 and id(w) in linear - embeddings]
 

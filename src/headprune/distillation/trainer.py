@@ -14,7 +14,7 @@ from headprune import processes
 from headprune.config import HealConfig, HealOptimizer, HealTrain
 from headprune.distillation.optimizer import MuonAndAdamW, matrices
 from headprune.errors import HeadpruneError
-from headprune.model.batch import Batch, without_labels
+from headprune.model.batch import Batch, inputs_of, without_labels
 from headprune.model.embedding import head_of
 from headprune.model.losses import LossModule, blended
 from headprune.model.placement import on_device, reshard
@@ -45,7 +45,7 @@ class HealedModel(LossModule):
     def forward(self, batch: Batch) -> Tensor:
         """Return the divergence of the student; in training blended with its own loss."""
         inputs, own = without_labels(batch), self.own if self.training else 0.0
-        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self._bf16):
+        with torch.autocast(inputs_of(batch).device.type, torch.bfloat16, enabled=self._bf16):
             with torch.no_grad():
                 wanted = self._teacher[0](**inputs)
                 reshard(self._teacher[0])  # nothing that runs backwards would

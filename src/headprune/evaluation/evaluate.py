@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Context
+from headprune.data.images import Images, pixels_of
 from headprune.data.read import Examples
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
@@ -59,6 +60,7 @@ from headprune.evaluation.tasks import task_scores
 from headprune.evaluation.written import scores, write
 from headprune.evidence.recall import needed
 from headprune.model.answers import Prompt, answered
+from headprune.model.batch import reads_images
 from headprune.model.cost import longest_context, model_cost
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 from headprune.model.placement import alone_on_device
@@ -149,7 +151,7 @@ def run(
     if config.speed and any(map(residency_of, loaded.nets)):
         why = "Speed is not measured of models that run layer by layer; --no-speed leaves it out."
         warnings.warn(why, HeadpruneWarning, stacklevel=2)
-    elif config.speed:
+    elif config.speed and not reads_images(loaded.nets[0]):
         speeds = timed(loaded.nets, batches=config.decode_batches)
     reports = [
         _report(loaded, index, metrics[index], one.samples, speeds[index], config.memory)
@@ -225,7 +227,9 @@ def _columns(
         losses = quality.masked_losses(net, rows, tokenizer, size, config.seed, progress)
         return losses._asdict()
     if task in CLASSIFIERS:
-        predicted = quality.predictions(net, rows, tokenizer, size, progress)
+        images = domain.examples if isinstance(domain.examples, Images) else None
+        collate = None if images is None else pixels_of(images, tokenizer)
+        predicted = quality.predictions(net, rows, tokenizer, size, progress, collate)
         labels = _labels(loaded, net, rows)
         if task == "regression":
             return {"similarities": predicted[:, 0], "scores": _scores(labels.tolist())}
@@ -238,6 +242,7 @@ def _columns(
             "labels": (predicted + labels).sum(1),
         }
     embeddings = vectors[domain.name] = quality.embeddings(net, rows, tokenizer, size, progress)
+    assert not isinstance(domain.examples, Images)
     return _similarities(embeddings, domain.examples)
 
 

@@ -17,6 +17,7 @@ from headprune import devices
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Allowed
 from headprune.data.batches import label_reader
+from headprune.data.images import Images, image_rows, read_images
 from headprune.data.passages import PassageWord, lines_of, passage_words, passages
 from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import by_sentence
@@ -37,7 +38,7 @@ from headprune.evaluation.refusals import (
 from headprune.evaluation.tasks import refuse_tasks
 from headprune.evaluation.written import references_of, refuse_metrics
 from headprune.model.answers import Prompt
-from headprune.model.batch import most_tokens, usable_length
+from headprune.model.batch import most_tokens, reads_images, usable_length
 from headprune.model.loading import (
     CLASSIFIERS,
     parse_dtype,
@@ -80,7 +81,7 @@ class LoadedDomain:
 
     name: str
     data: DataConfig
-    examples: Examples
+    examples: Examples | Images
     rows: Dataset
     documents: Numbers | None = None
     last_words: tuple[LastWord, ...] = ()
@@ -91,8 +92,9 @@ class LoadedDomain:
     @property
     def sources(self) -> list[str]:
         """The texts that a model writes after."""
-        some = self.examples.spread(len(self.references)) if self.references else None
-        return [source for source, _ in some.texts] if some is not None else []
+        if isinstance(self.examples, Images) or not self.references:
+            return []
+        return [source for source, _ in self.examples.spread(len(self.references)).texts]
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -198,12 +200,16 @@ def load(
         refuse_no_model(name)
     models = [read_model(name, parse_dtype(config.dtype.value), allowed) for name in names]
     tokenizers = [model.tokenizer for model in models]
-    examples = [read_examples(one, tokenizers[0]) for one in several.values()]
+    pictures = reads_images(models[0].skeleton)
+    examples = [
+        read_images(one) if pictures else read_examples(one, tokenizers[0])
+        for one in several.values()
+    ]
     nets = [_loaded(model) for model in models]
     for one in examples:
         refuse_unfit(nets, names, one, config)
-    seq_len = usable_length(nets[0].config, tokenizers[0], config.seq_len)
-    if against is not None:
+    seq_len = 0 if pictures else usable_length(nets[0].config, tokenizers[0], config.seq_len)
+    if against is not None and not pictures:
         refuse_other_tokenizer(tokenizers[0], tokenizers[1], names)
     domains = (
         _domain(name if number else "", source, one, nets, tokenizers[0], seq_len, config)
@@ -231,12 +237,16 @@ def _loaded(model: Model) -> PreTrainedModel:
 def _domain(
     name: str,
     data: DataConfig,
-    examples: Examples,
+    examples: Examples | Images,
     nets: list[PreTrainedModel],
     tokenizer: Any,
     seq_len: int,
     config: EvaluateConfig,
 ) -> LoadedDomain:
+    if isinstance(examples, Images):
+        some = examples.spread(config.max_windows)
+        pixels = image_rows(some, nets[0], label_reader(nets[0], some.labels or ()))
+        return LoadedDomain(name, data, some, pixels)
     rows, documents = _rows(nets[0], tokenizer, examples, seq_len, config.max_windows)
     words: tuple[LastWord, ...] = ()
     of_passage: tuple[PassageWord, ...] = ()

@@ -18,10 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headprune.data.batches import masked, pairs_of
+from headprune.data.text import Collate
 from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.evaluation.recall import RecalledWords
-from headprune.model.batch import Batch, own_padding_id, padding_id
+from headprune.model.batch import Batch, own_padding_id, padding_id, without_labels
 from headprune.model.embedding import embedding
 from headprune.model.loading import task_of
 from headprune.model.placement import input_device, on_device
@@ -124,8 +125,9 @@ def predictions(
     tokenizer: Any,
     batch_size: int,
     progress: Progress = lambda done, total: None,
+    collate: Collate | None = None,
 ) -> Floats:
-    """Return the predictions of a head for sequences.
+    """Return the predictions of a head for sequences, or for images with a ``collate`` of theirs.
 
     Classes as numbers, shape (rows,); flags of labels that do not exclude each other, shape
     (rows, labels); or a regression's numbers, shape (rows, numbers).
@@ -133,9 +135,12 @@ def predictions(
     Raises:
         DataError: If a row has no tokens, or its logits are not finite; names the row.
     """
-    if own_padding_id(model.config) is None:
-        batch_size = 1  # decoders look for the last token that is no padding
-    padded = _padded(model, rows, tokenizer, batch_size, progress)
+    if collate is not None:
+        padded = _collated(model, rows, collate, batch_size, progress)
+    else:
+        if own_padding_id(model.config) is None:
+            batch_size = 1  # decoders look for the last token that is no padding
+        padded = _padded(model, rows, tokenizer, batch_size, progress)
     logits = torch.cat([model(**batch).logits.float().cpu() for batch in padded])
     logits, task = _finite(logits, "output for row"), task_of(model)
     if task == "classification":
@@ -168,6 +173,15 @@ def _batches(sequences: Dataset, size: int, progress: Progress) -> Iterator[Tens
     for start in range(0, len(sequences), size):
         yield torch.tensor(sequences[start : start + size]["input_ids"])
         progress(min(start + size, len(sequences)), len(sequences))
+
+
+def _collated(
+    model: PreTrainedModel, rows: Dataset, collate: Collate, size: int, progress: Progress
+) -> Iterator[dict[str, Tensor]]:
+    for start in range(0, len(rows), size):
+        part = [rows[number] for number in range(start, min(start + size, len(rows)))]
+        yield on_device(model, without_labels(collate(part)))
+        progress(start + len(part), len(rows))
 
 
 def _padded(

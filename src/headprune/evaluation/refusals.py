@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headprune.config import EvaluateConfig
+from headprune.data.images import Images
 from headprune.data.read import Examples
 from headprune.data.tokens import around
 from headprune.errors import CheckpointError, DataError, HeadpruneError
@@ -27,7 +28,10 @@ def refuse_exported(model: str) -> None:
 
 
 def refuse_unfit(
-    nets: list[PreTrainedModel], names: list[str], examples: Examples, config: EvaluateConfig
+    nets: list[PreTrainedModel],
+    names: list[str],
+    examples: Examples | Images,
+    config: EvaluateConfig,
 ) -> None:
     """Raise if models and examples do not go together.
 
@@ -65,14 +69,16 @@ def refuse_unfit(
         _refuse_unlike(nets, names, examples)
 
 
-def are_pairs(examples: Examples) -> bool:
+def are_pairs(examples: Examples | Images) -> bool:
     """Return whether the examples are scored pairs of sentences."""
     return examples.labels is not None and examples.width == 2
 
 
-def _refuse_unlike(nets: list[PreTrainedModel], names: list[str], examples: Examples) -> None:
+def _refuse_unlike(
+    nets: list[PreTrainedModel], names: list[str], examples: Examples | Images
+) -> None:
     kinds = [
-        f"{task_of(net)}, {net.config.get_text_config().vocab_size:,} tokens"
+        f"{task_of(net)}, {getattr(net.config.get_text_config(), 'vocab_size', 0):,} tokens"
         + (f", {net.config.num_labels} numbers" if task_of(net) == "regression" else "")
         for net in nets
     ]

@@ -116,7 +116,8 @@ def scores_on(
     examples = None
     if data is not None and needs & NEEDS_DATA:
         examples = calibration(net, model.tokenizer, data, config, "score").fit
-        if task_of(net) in CLASSIFIERS and data.label_column is None and needs & NEEDS_LOSS:
+        labelled = "labels" in examples.rows.column_names
+        if task_of(net) in CLASSIFIERS and not labelled and needs & NEEDS_LOSS:
             raise DataError(
                 f"{_listed(criteria)} needs the loss of the task, and so labels: name the "
                 "--label-column, or use fluctuation, wanda or reconstruction."

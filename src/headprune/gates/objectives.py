@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headprune.gates.gates import Gates
-from headprune.model.batch import Batch, without_labels
+from headprune.model.batch import Batch, inputs_of, without_labels
 from headprune.model.embedding import Head
 from headprune.model.losses import blended
 
@@ -21,7 +21,7 @@ Loss = Callable[[nn.Module, Gates, Batch], Tensor]
 
 def labelled(model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
     """Return the model's own loss against ``batch["labels"]``: lm, mlm and task."""
-    gates.sample(batch["input_ids"].shape[0])
+    gates.sample(len(inputs_of(batch)))
     loss: Tensor = model(**batch).loss
     return loss
 
@@ -48,10 +48,10 @@ class Distillation:
     def __call__(self, model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
         """Return the loss of the gated model, averaged over real tokens."""
         inputs = without_labels(batch)
-        with torch.autocast(batch["input_ids"].device.type, torch.bfloat16, enabled=self.bf16):
+        with torch.autocast(inputs_of(batch).device.type, torch.bfloat16, enabled=self.bf16):
             gates.disable()
             with torch.no_grad():
                 wanted = (self.teacher or model)(**inputs)
-            gates.sample(batch["input_ids"].shape[0])
+            gates.sample(len(inputs_of(batch)))
             outputs = model(**(batch if self.own else inputs))
         return blended(outputs, wanted, batch, self.head, self.own)

@@ -46,6 +46,7 @@ _TASKS: dict[str, Task] = {
     "AutoModelForSpeechSeq2Seq": "seq2seq-lm",
     "AutoModelForMaskedLM": "masked-lm",
     "AutoModelForSequenceClassification": "classification",
+    "AutoModelForImageClassification": "classification",
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModelForMultipleChoice": "multiple-choice",
@@ -83,6 +84,11 @@ def task_of(model: PreTrainedModel) -> Task:
     if problem == "regression" or (problem is None and model.config.num_labels == 1):
         return "regression"
     return task
+
+
+def reads_images(net: PreTrainedModel) -> bool:
+    """Return whether a model reads images alone."""
+    return bool(net.main_input_name == "pixel_values")
 
 
 def class_ids(config: PreTrainedConfig) -> dict[str, int]:
@@ -135,15 +141,12 @@ def usable_length(config: PreTrainedConfig, tokenizer: Any, asked: int) -> int:
     return most
 
 
-class _Needed(TypedDict):
-    input_ids: Int[Tensor, "sequences length"]
-
-
-class Batch(_Needed, total=False):
+class Batch(TypedDict, total=False):
     """Inputs of a model by the names of its forward, and labels if there are any.
 
     Attributes:
-        input_ids: Token ids.
+        input_ids: Token ids, of text.
+        pixel_values: Images.
         attention_mask: 0 where there is padding.
         token_type_ids: Which of two texts a token belongs to.
         decoder_input_ids: Inputs of the decoder of an encoder-decoder.
@@ -152,12 +155,26 @@ class Batch(_Needed, total=False):
         use_cache: Whether to keep keys and values.
     """
 
+    input_ids: Int[Tensor, "sequences length"]
+    pixel_values: Float[Tensor, sequences * pixels]
     attention_mask: Int[Tensor, "sequences length"]
     token_type_ids: Int[Tensor, "sequences length"]
     decoder_input_ids: Int[Tensor, "sequences target_length"]
     decoder_attention_mask: Int[Tensor, "sequences target_length"]
     labels: Int[Tensor, " sequences *length"]
     use_cache: bool
+
+
+def inputs_of(batch: Mapping[str, Any]) -> Tensor:
+    """Return the token ids, or the images, of a batch."""
+    inputs: Tensor = batch["input_ids"] if "input_ids" in batch else batch["pixel_values"]
+    return inputs
+
+
+def size_of(batch: Mapping[str, Any]) -> int:
+    """Return the tokens of a batch, padding included, or its images."""
+    inputs = inputs_of(batch)
+    return inputs.numel() if "input_ids" in batch else len(inputs)
 
 
 def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:

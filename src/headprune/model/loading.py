@@ -12,7 +12,13 @@ from typing import Annotated, Any
 import torch
 import transformers
 from pydantic import Field, TypeAdapter, ValidationError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from headprune.errors import CheckpointError
 from headprune.io import hub
@@ -322,6 +328,19 @@ def load_tokenizer(model: str | Path, config: PreTrainedConfig | None = None, **
     if ordinary <= 1 and 2 * len(tokenizer) < vocabulary:
         raise CheckpointError(why_not)
     return tokenizer
+
+
+def load_image_processor(model: str | Path, **kwargs: Any) -> Any:
+    """Load the image processor beside a model; arguments as of ``AutoImageProcessor``.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    refused = damage_is(
+        lambda why: f"'{model}' has no usable image processor (preprocessor_config.json): {why}"
+    )
+    with refused, hub.asked_once(model):
+        return AutoImageProcessor.from_pretrained(str(model), **kwargs)
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headprune.model.batch import Batch, Task
+from headprune.model.batch import Batch, Task, inputs_of
 from headprune.model.embedding import Head, tokens_seen
 from headprune.model.placement import is_sharded
 
@@ -43,7 +43,7 @@ def divergence(got: Any, wanted: Any, batch: Batch, head: Head) -> Tensor:
         batch: The inputs of both.
         head: The head of the model.
     """
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    mask = batch.get("attention_mask", torch.ones_like(inputs_of(batch).flatten(1)))
     if "decoder_input_ids" in batch:  # then the logits are those of the target
         mask = (batch["labels"] != -100).long()
     if "logits" in got:

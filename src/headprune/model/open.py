@@ -17,11 +17,12 @@ from headprune.context import Allowed
 from headprune.errors import CheckpointError
 from headprune.io.shards import StoredTensor
 from headprune.model.attention import attention_of, identity
-from headprune.model.batch import task_of
+from headprune.model.batch import reads_images, task_of
 from headprune.model.loading import (
     assemble,
     from_pretrained,
     load_config,
+    load_image_processor,
     load_tokenizer,
     refuse_absent_weights,
 )
@@ -96,12 +97,14 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Its tokenizer.
+        """Its tokenizer; of a model of images, its image processor.
 
         Raises:
             CheckpointError: If there is none.
         """
         trust = self.allowed.trust_remote_code
+        if reads_images(self.any_net):
+            return load_image_processor(self.source, trust_remote_code=trust)
         return load_tokenizer(self.source, self.config, trust_remote_code=trust)
 
     @property

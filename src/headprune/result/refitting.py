@@ -13,6 +13,7 @@ from headprune.context import Context
 from headprune.data.text import Sequences, Text
 from headprune.errors import DataError
 from headprune.evidence.distance import distance, distance_name, outputs
+from headprune.model.batch import size_of
 from headprune.model.embedding import head_of
 from headprune.schemas.records import Refit, RefitWorth
 from headprune.surgery.edit import Edit, Tensors, collecting, trying
@@ -118,7 +119,7 @@ def _worth(
     without, refitted = map(fmean, distances)
     return RefitWorth(
         measure=distance_name(net),
-        tokens=sum(batch["input_ids"].numel() for batch in batches),
+        tokens=sum(map(size_of, batches)),
         without=without,
         refitted=refitted,
     )

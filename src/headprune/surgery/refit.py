@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.errors import DataError, PlanError
-from headprune.model.batch import Batch, doubled, real_tokens, token_mask
+from headprune.model.batch import Batch, doubled, inputs_of, real_tokens, token_mask
 from headprune.model.heads import project_output, read_output, write_output
 from headprune.model.passes import OneStream, RunsTwice, Stream, in_sequence
 from headprune.runtime.modeling_headprune import Attention
@@ -90,7 +90,7 @@ def refit(
         DataError: If there is too little text, or the statistics are not finite.
         PlanError: If a module runs more than once.
     """
-    count = len(batch["input_ids"])
+    count = len(inputs_of(batch))
     if count < 2:
         raise DataError(
             "--refit needs two sequences of text at least: give more, or a smaller --seq-len."

@@ -1,0 +1,151 @@
+"""Labelled images: folders with a subfolder per class, tables with a column of images, the hub.
+
+A row has as many equal numbers as the model has patches of an image: the number of the image. So
+budgets of tokens count patches, and pixels are made when a batch is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import datasets
+import torch
+from datasets import ClassLabel, Dataset, Image
+from transformers import PreTrainedModel
+
+from headprune.config import DataConfig
+from headprune.data.columns import label_texts
+from headprune.data.sequences import Label
+from headprune.data.text import Collate, evenly
+from headprune.errors import DataError
+from headprune.model.batch import Batch
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images and their labels.
+
+    Attributes:
+        table: A row per image.
+        column: The column of the images.
+        label_column: That of the labels; None without.
+        width: Images of an example.
+    """
+
+    table: Dataset
+    column: str
+    label_column: str | None
+    width: int = 1
+
+    @property
+    def labels(self) -> list[str] | None:
+        """The labels as strings."""
+        if self.label_column is None:
+            return None
+        read = label_texts(self.table, self.label_column)
+        return read(self.table.select_columns([self.label_column]).to_dict())
+
+    @property
+    def sha256(self) -> str:
+        """Digest of the images and labels, in order."""
+        digest = hashlib.sha256()
+        for row in self.table.cast_column(self.column, Image(decode=False)):
+            image = row[self.column]
+            digest.update(image["bytes"] or Path(image["path"]).read_bytes())
+        for label in self.labels or ():
+            digest.update(f"{label}\0".encode())
+        return digest.hexdigest()
+
+    def spread(self, count: int | None) -> Images:
+        """Return ``count`` images, evenly from all over them; None for all."""
+        if count is None or count >= len(self.table):
+            return self
+        return replace(self, table=self.table.select(evenly(len(self.table), count)))
+
+
+def read_images(data: DataConfig) -> Images:
+    """Read the images that a data config names.
+
+    The image column is ``text_column`` or the only one. The label column of a folder is the
+    subfolders' names.
+
+    Raises:
+        DataError: If there are none, or it is unclear which.
+    """
+    table = _table(data)
+    of_images = [name for name, kind in table.features.items() if isinstance(kind, Image)]
+    column = data.text_column or next(iter(of_images), "")
+    if column not in of_images or (data.text_column is None and len(of_images) > 1):
+        raise DataError(
+            f"'{data.source}' has the columns {', '.join(table.column_names)}, of which "
+            f"{', '.join(of_images) or 'none'} hold images: name one with --text-column."
+        )
+    classes = [name for name, kind in table.features.items() if isinstance(kind, ClassLabel)]
+    label = data.label_column or (classes[0] if len(classes) == 1 else None)
+    if label is not None and label not in table.column_names:
+        raise DataError(
+            f"--label-column {label}: '{data.source}' has the columns "
+            f"{', '.join(table.column_names)}."
+        )
+    return Images(table, column, label)
+
+
+def _table(data: DataConfig) -> Dataset:
+    place = Path(data.source)
+    try:
+        if place.is_dir() and not any(place.rglob("*.parquet")):
+            return datasets.load_dataset("imagefolder", data_dir=str(place), split="train")
+        if place.exists():
+            files = str(place) if place.is_file() else sorted(map(str, place.rglob("*.parquet")))
+            return datasets.load_dataset("parquet", data_files=files, split="train")
+        path, _, name = data.source.partition(":")
+        return datasets.load_dataset(path, name or None, split=data.split)
+    except Exception as error:  # builders raise whatever their parser raises
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(
+            f"'{data.source}' holds no images: {first} Give a folder with a subfolder of images "
+            "per class, a parquet file with a column of images, or a hub id."
+        ) from None
+
+
+def image_rows(
+    images: Images, net: PreTrainedModel, read_label: Callable[[str], Label] | None
+) -> Dataset:
+    """Return a row per image: its number once per patch, and its label if one is read."""
+    count = len(images.table)
+    rows: dict[str, Sequence[Any]] = {"input_ids": [[n] * _patches(net) for n in range(count)]}
+    if read_label is not None:
+        rows["labels"] = [read_label(label) for label in images.labels or ()]
+    return Dataset.from_dict(rows)
+
+
+def _patches(net: PreTrainedModel) -> int:
+    """Return the patches of an image: at least one, where the config does not say."""
+    sizes = (getattr(net.config, name, None) for name in ("image_size", "patch_size"))
+    image, patch = (max(size) if isinstance(size, list | tuple) else size for size in sizes)
+    return max(1, (image // patch) ** 2) if image and patch else 1
+
+
+def pixels_of(images: Images, processor: Any) -> Collate:
+    """Return a function that makes a batch of rows: pixels, and labels if there are any.
+
+    Raises:
+        DataError: If an image cannot be read.
+    """
+
+    def collate(features: list[dict[str, Any]]) -> Batch:
+        numbers = [feature["input_ids"][0] for feature in features]
+        try:
+            pictures = [images.table[n][images.column].convert("RGB") for n in numbers]
+        except (OSError, AttributeError) as error:
+            raise DataError(f"An image of rows {numbers} cannot be read: {error}") from None
+        batch = dict(processor(images=pictures, return_tensors="pt"))
+        if "labels" in features[0]:
+            batch["labels"] = torch.tensor([feature["labels"] for feature in features])
+        return cast(Batch, batch)
+
+    return collate
