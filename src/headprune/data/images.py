@@ -1,7 +1,7 @@
 """Labelled images: folders with a subfolder per class, tables with a column of images, the hub.
 
-A row has as many equal numbers as the model has patches of an image: the number of the image. So
-budgets of tokens count patches, and pixels are made when a batch is.
+A row repeats the number of its image, once per patch. So budgets of tokens count patches, and
+pixels are made batch by batch.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def read_images(data: DataConfig) -> Images:
     column = data.text_column or next(iter(of_images), "")
     if column not in of_images or (data.text_column is None and len(of_images) > 1):
         raise DataError(
-            f"'{data.source}' has the columns {', '.join(table.column_names)}, of which "
-            f"{', '.join(of_images) or 'none'} hold images: name one with --text-column."
+            f"'{data.source}' has the columns {', '.join(table.column_names)}. Images are in "
+            f"{', '.join(of_images) or 'none'}: name one with --text-column."
         )
     classes = [name for name, kind in table.features.items() if isinstance(kind, ClassLabel)]
     label = data.label_column or (classes[0] if len(classes) == 1 else None)
@@ -97,6 +97,8 @@ def read_images(data: DataConfig) -> Images:
 def _table(data: DataConfig) -> Dataset:
     place = Path(data.source)
     try:
+        if (place / "state.json").is_file():
+            return datasets.load_from_disk(str(place))
         if place.is_dir() and not any(place.rglob("*.parquet")):
             return datasets.load_dataset("imagefolder", data_dir=str(place), split="train")
         if place.exists():
