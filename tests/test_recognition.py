@@ -22,6 +22,7 @@ from headprune.context import Context
 from headprune.errors import CheckpointError, FamilyError
 from headprune.family import FAMILIES, llama
 from headprune.model.attention import attention_of, family_of, identity
+from headprune.model.cost import model_cost
 from headprune.model.inspection import inspect
 from headprune.model.loading import native_of
 from headprune.model.open import Model, open_model
@@ -110,6 +111,21 @@ def test_gated_is_cut_is_reloaded(
         plan = Plan(unit=Unit.KV_GROUP, attentions=parts, model=identity(model, "tiny"))
         prove(model, resolve(plan, model), tmp_path / "even")
         assert "auto_map" not in (tmp_path / "even" / "config.json").read_text()
+
+
+def test_kv_heads_that_stay_are_counted_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save(net := build("gemma4_text", monkeypatch), tmp_path / "model")
+    plan = {a.path: [0] for a in attention_of(net)}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    monkeypatch.setattr(twins, "prove", lambda skeleton: None)
+    out = prune(tmp_path / "model", tmp_path / "out", CutRequest(plan=tmp_path / "plan.json"))
+    # of 12 layers, the last 6 read K and V of others
+    owning, kv_heads = 6, net.config.num_key_value_heads
+    assert out.manifest.kv_heads == (owning * kv_heads, owning * kv_heads)
+    assert out.manifest.query_heads[1] == out.manifest.query_heads[0] - 12
+    assert model_cost(out.model).kv_heads == owning * kv_heads
 
 
 PLAIN = [row.model_type for row in llama.ROWS if row == llama.llama_like(row.model_type)]

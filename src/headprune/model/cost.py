@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from headprune.config import Amount
 from headprune.model.attention import attention_of, family_of
 from headprune.model.batch import task_of
-from headprune.runtime.modeling_headprune import Attention
+from headprune.runtime.modeling_headprune import Attention, width
 
 GENERATES = ("causal-lm", "seq2seq-lm")
 CACHED = ("self", "decoder", "text")  # kinds of attention that cache every token they generate
@@ -74,6 +74,14 @@ def parameters_of_heads(attention: Attention) -> int:
     return sum(p.numel() for part in parts for p in part.parameters())
 
 
+def kv_heads_of(model: PreTrainedModel, attention: Attention) -> int:
+    """Return the KV heads of a module; of those whose K and V stay, 0 if it reads another's."""
+    if not family_of(model.config).keeps_kv:
+        return attention.kv_heads
+    whole = [width(p.module, 0) // p.head_dim for p in attention.projections if not p.holds]
+    return whole[0] if whole else 0
+
+
 def model_cost(model: PreTrainedModel) -> ModelCost:
     """Return the sizes of a model's weights."""
     attentions = attention_of(model)
@@ -82,7 +90,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
         parameters=model.num_parameters(),
         attention_parameters=sum(map(attention_parameters, attentions)),
         query_heads=sum(a.query_heads for a in attentions),
-        kv_heads=sum(a.kv_heads for a in attentions),
+        kv_heads=sum(kv_heads_of(model, a) for a in attentions),
         kv_cache_bytes_per_token=cached * model.dtype.itemsize,
     )
 

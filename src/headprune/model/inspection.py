@@ -17,7 +17,7 @@ from headprune.model.batch import task_of
 from headprune.model.loading import from_pretrained, load_config
 from headprune.model.refusals import PACKED, quantised_by
 from headprune.model.units import default_unit, unit_sizes
-from headprune.runtime.modeling_headprune import Attention, width
+from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
@@ -131,7 +131,7 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
                 path=a.path,
                 kind=a.kind,
                 query_heads=a.query_heads,
-                kv_heads=_kv_heads(a) if family.keeps_kv else a.kv_heads,
+                kv_heads=cost.kv_heads_of(net, a),
                 head_dim=a.head_dim,
                 parameters=cost.attention_parameters(a),
             )
@@ -153,12 +153,6 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
             *[f"{family.model_type}: {family.fewer_kv_heads}."] * bool(family.cached_width),
         ),
     )
-
-
-def _kv_heads(attention: Attention) -> int:
-    """Return the KV heads of a module whose K and V stay; 0 where it reads those of another."""
-    whole = [width(p.module, 0) // p.head_dim for p in attention.projections if not p.holds]
-    return whole[0] if whole else 0
 
 
 def _without_heads(net: PreTrainedModel, attentions: Sequence[Attention]) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from headprune.config import Dtype, LayoutOption, Target
 from headprune.context import Allowed
 from headprune.errors import PlanError
+from headprune.model.cost import kv_heads_of
 from headprune.model.open import open_model
 from headprune.model.units import fitted_gates, fitted_scores, unit_sizes
 from headprune.planning.from_evidence import CutRequest, cuts_by, refuse_request
@@ -100,10 +101,10 @@ def preview(
     chosen = cuts_by(net, source, asked)
     cuts = chosen.cuts
     stored = result_shape(cuts, net.config)
-    before = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
+    before = (net.num_parameters(), sum(kv_heads_of(net, cut.attention) for cut in cuts))
     costs = _costs(net, source, asked) if asked.plan is None else {}
     cut_heads(net, cuts)
-    after = (net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts))
+    after = (net.num_parameters(), sum(kv_heads_of(net, cut.attention) for cut in cuts))
     sizes = (before[0], after[0]), (before[1], after[1])
     layouts, engines = (
         tuple(cost for (option, _), cost in costs.items() if option == name)

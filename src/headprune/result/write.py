@@ -23,6 +23,7 @@ from headprune.io.folders import COMPANIONS, copy_companions, hashing
 from headprune.io.outputs import whole_folder
 from headprune.io.shards import Piece, write_shards
 from headprune.model import probes
+from headprune.model.cost import kv_heads_of
 from headprune.model.loading import auto_class_of, uneven_heads_are_known
 from headprune.model.open import Model, read_model
 from headprune.model.placement import placed
@@ -299,7 +300,7 @@ def _written(
 
 def counts(net: PreTrainedModel, cuts: Sequence[Cut]) -> tuple[int, int]:
     """Parameters and KV heads of a model."""
-    return net.num_parameters(), sum(cut.attention.kv_heads for cut in cuts)
+    return net.num_parameters(), sum(kv_heads_of(net, cut.attention) for cut in cuts)
 
 
 def described(
