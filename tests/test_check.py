@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from sklearn.metrics import f1_score
 
 import headprune
 from headprune.config import CheckConfig
@@ -256,6 +257,8 @@ def losses(seed: int, n: int = 60) -> Samples:
     names = dict.fromkeys(name for spec in METRICS.values() for name in spec.columns)
     columns = {name: generator.uniform(1, 5, n) for name in names}
     lines = [[f"{'of ' * k}{i % (k + 2)} words {i}" for i in range(n)] for k in (seed + 1, 3)]
+    flags = np.eye(3)[generator.integers(0, 3, (2, n))]
+    columns["class_counts"] = np.concatenate([flags.prod(0), *flags], axis=1)
     for name in COUNTED.keys() - {"exact_match"}:  # counts of an example hang together
         (column,) = METRICS[name].columns
         columns[column] = np.array(COUNTED[name].counts(*lines), np.float64)
@@ -271,6 +274,16 @@ def test_formulas_give_one_number_per_resample(name: str) -> None:
     assert together.shape == (7,)
     np.testing.assert_allclose(together, [statistic(row) for row in rows], rtol=1e-12)
     assert np.abs(together - statistic(rows[::-1])).max() > 1e-3  # rows matter
+
+
+def test_macro_f1_is_the_mean_of_the_classes() -> None:
+    said, true = np.random.default_rng(0).integers(0, 4, (2, 50))
+    true[true == 3] = 2  # a class that is predicted alone
+    flags = [np.eye(5)[numbers] for numbers in (said, true)]  # and one that never is
+    counts = np.concatenate([flags[0] * flags[1], *flags], axis=1)
+    value = Samples({"class_counts": counts}).value("macro_f1")
+    assert value == pytest.approx(f1_score(true, said, average="macro", zero_division=0.0))
+    assert value != pytest.approx(f1_score(true[::-1], said, average="macro"))
 
 
 @pytest.mark.quick

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,6 +155,20 @@ def test_the_python_example_runs(stand_ins: Path) -> None:
     scope: dict[str, object] = {}
     exec(compile(shrunk, "python.md", "exec"), scope)
     assert type(scope["small"]).__name__ == "LlamaForCausalLM"
+
+
+def test_the_notebook_runs(stand_ins: Path) -> None:
+    notebook = json.loads((ROOT / "docs/notebooks/start.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    assert len(cells) == 6 and not any(c.get("outputs") for c in notebook["cells"])
+    code = "\n".join(cells)
+    for small in ("data=train)", "refit=train)"):
+        code = code.replace(small, f"{small[:-1]}, seq_len=16, calibration_tokens=256)", 1)
+    code = code.replace("speed=False)", "speed=False, seq_len=16)")
+    assert code.count("seq_len=16") == 3
+    scope: dict[str, Any] = {}
+    exec(compile(code, "start.ipynb", "exec"), scope)
+    assert scope["result"].manifest.query_heads[1] < scope["result"].manifest.query_heads[0]
 
 
 def test_every_command_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

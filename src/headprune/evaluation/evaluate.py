@@ -235,7 +235,11 @@ def _columns(
             return {"similarities": predicted[:, 0], "scores": _scores(labels.tolist())}
         right = predicted == labels
         if task == "classification":
-            return {"hits": right.astype(np.float64)}
+            said, true = (
+                np.arange(net.config.num_labels) == x[:, None] for x in (predicted, labels)
+            )
+            counts = np.concatenate([said & true, said, true], axis=1).astype(np.float64)
+            return {"hits": right.astype(np.float64), "class_counts": counts}
         return {
             "hits": right.all(1).astype(np.float64),
             "label_hits": (predicted * labels).sum(1),

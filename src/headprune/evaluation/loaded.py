@@ -19,7 +19,7 @@ from headprune.context import Allowed
 from headprune.data.batches import label_reader
 from headprune.data.images import Images, image_rows, read_images
 from headprune.data.passages import PassageWord, lines_of, passage_words, passages
-from headprune.data.read import Examples, read_examples
+from headprune.data.read import Examples, read_examples, refuse_missing_file
 from headprune.data.sentences import by_sentence
 from headprune.data.sequences import tokenized_rows, translation_rows, windows
 from headprune.data.tokens import around, refuse_beyond
@@ -56,7 +56,7 @@ from headprune.tensors.dtypes import dtype_name
 LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
 _PACKED = ("causal-lm", "masked-lm")  # their text is cut into sequences of one length
 _COLUMNS = {
-    "classification": ("hits",),
+    "classification": ("hits", "class_counts"),
     "multi-label": ("hits", "label_hits", "labels"),
     "regression": ("similarities", "scores"),
 }
@@ -192,6 +192,8 @@ def load(
 ) -> Loaded:
     """Open models and data, and refuse what does not fit before any work is done."""
     several = {"": data} if isinstance(data, DataConfig) else data
+    for place in several.values():
+        refuse_missing_file(place.source)
     refuse_tasks(config.tasks)
     refuse_metrics(config.metrics, allowed)
     names = [str(name) for name in (model, against) if name is not None]

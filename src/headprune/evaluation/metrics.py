@@ -222,6 +222,19 @@ def accuracy(hits: Floats) -> Any:
 
 
 @metric(beside=True)
+def macro_f1(class_counts: Floats) -> Any:
+    """Mean F1 of the classes that are true or predicted.
+
+    ``class_counts`` has, of every example, flags of the right, the predicted and the true class;
+    shape (..., examples, 3 * classes).
+    """
+    right, said, true = np.split(class_counts.sum(-2), 3, axis=-1)
+    either = said + true
+    of_class = np.where(either > 0, 2 * right / np.maximum(either, 1), 0.0)
+    return of_class.sum(-1) / np.maximum((either > 0).sum(-1), 1)
+
+
+@metric(beside=True)
 def micro_f1(label_hits: Floats, labels: Floats) -> Any:
     """F1 over all labels of all examples, where an example may have several.
 
