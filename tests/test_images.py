@@ -166,6 +166,6 @@ def test_what_are_no_labelled_images_is_said(model: Path, images: Path, tmp_path
     (images / "dark").rename(images / "grey")
     refused("The label 'grey' is none of the model's labels", data=images)
     (model / "preprocessor_config.json").unlink()
-    refused("has no usable image processor", data=images)
-    with pytest.raises(HeadpruneError, match="and compress does not read that"):
+    refused("has no usable preprocessor_config.json", data=images)
+    with pytest.raises(HeadpruneError, match="and compress reads text"):
         headprune.compress(model, tmp_path / "out", data=images, keep=0.5)

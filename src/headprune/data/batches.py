@@ -24,6 +24,7 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
+from headprune.data.audio import read_recordings, recording_rows, speech_of
 from headprune.data.images import image_rows, pixels_of, read_images
 from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import OF_SENTENCES, by_sentence
@@ -33,9 +34,10 @@ from headprune.data.tokens import around, refuse_beyond
 from headprune.errors import DataError
 from headprune.model.batch import (
     Batch,
+    SpeechProcessor,
     decoder_inputs,
+    modality_of,
     padding_id,
-    reads_images,
     usable_length,
 )
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of, vocabulary_of
@@ -77,8 +79,11 @@ def batches(
         CheckpointError: If it is a classifier that cannot read several texts at once.
     """
     task = task_of(net)
-    if reads_images(net):
+    modality = modality_of(net)
+    if modality == "images":
         return _of_images(objective, net, tokenizer, data, config)
+    if modality == "sound":
+        return _of_recordings(net, tokenizer, data, config)
     vocabulary = vocabulary_of(net)
     refuse_without_padding(net, task)
     examples = read_examples(data, tokenizer)
@@ -153,6 +158,17 @@ def _of_images(
     return Batches(rows, pixels_of(images, processor), config.batch_size)
 
 
+def _of_recordings(
+    net: PreTrainedModel,
+    processor: SpeechProcessor,
+    data: DataConfig,
+    config: TrainGatesConfig | HealConfig | CalibrationConfig,
+) -> Batches:
+    recordings = read_recordings(data)
+    rows = recording_rows(recordings, net, processor.tokenizer)
+    return Batches(rows, speech_of(recordings, net, processor), config.batch_size)
+
+
 def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
     """Return a function that makes a batch of pairs: source, labels and decoder inputs."""
     padded = DataCollatorForSeq2Seq(tokenizer)
@@ -206,7 +222,9 @@ def calibration(
     task = task_of(net)
     objective = Objective.MLM if task == "masked-lm" else Objective.LM
     if task not in ("causal-lm", "masked-lm", "seq2seq-lm"):
-        labelled = task in CLASSIFIERS and (data.label_column is not None or reads_images(net))
+        labelled = task in CLASSIFIERS and (
+            data.label_column is not None or modality_of(net) == "images"
+        )
         objective = Objective.TASK if labelled else Objective.DISTILL
     seq_len = min(config.seq_len, config.calibration_tokens)
     config = config.model_copy(update={"seq_len": seq_len})

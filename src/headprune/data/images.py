@@ -76,7 +76,7 @@ def read_images(data: DataConfig) -> Images:
     Raises:
         DataError: If there are none, or it is unclear which.
     """
-    table = _table(data)
+    table = media_table(data, "images", "a folder with a subfolder per class", _of_folder)
     of_images = [name for name, kind in table.features.items() if isinstance(kind, Image)]
     column = data.text_column or next(iter(of_images), "")
     if column not in of_images or (data.text_column is None and len(of_images) > 1):
@@ -94,23 +94,34 @@ def read_images(data: DataConfig) -> Images:
     return Images(table, column, label)
 
 
-def _table(data: DataConfig) -> Dataset:
+def _of_folder(folder: Path) -> Dataset:
+    return datasets.load_dataset("imagefolder", data_dir=str(folder), split="train")
+
+
+def media_table(
+    data: DataConfig, kind: str, folder_is: str, of_folder: Callable[[Path], Dataset]
+) -> Dataset:
+    """Return the rows of a folder, a file, or a data set of the hub.
+
+    Raises:
+        DataError: If it holds none of the kind.
+    """
     place = Path(data.source)
     try:
         if (place / "state.json").is_file():
             return datasets.load_from_disk(str(place))
         if place.is_dir() and not any(place.rglob("*.parquet")):
-            return datasets.load_dataset("imagefolder", data_dir=str(place), split="train")
+            return of_folder(place)
         if place.exists():
             files = str(place) if place.is_file() else sorted(map(str, place.rglob("*.parquet")))
             return datasets.load_dataset("parquet", data_files=files, split="train")
         path, _, name = data.source.partition(":")
         return datasets.load_dataset(path, name or None, split=data.split)
     except Exception as error:  # builders raise whatever their parser raises
-        first = next(iter(str(error).splitlines()), type(error).__name__)
+        first = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise DataError(
-            f"'{data.source}' holds no images: {first} Give a folder with a subfolder of images "
-            "per class, a parquet file with a column of images, or a hub id."
+            f"'{data.source}' holds no {kind}: {first}. Give {folder_is}, a parquet file with a "
+            f"column of {kind}, or a hub id."
         ) from None
 
 

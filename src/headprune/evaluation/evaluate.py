@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Context
+from headprune.data.audio import Recordings, speech_of
 from headprune.data.images import Images, pixels_of
 from headprune.data.read import Examples
 from headprune.errors import DataError, HeadpruneWarning
@@ -57,10 +58,10 @@ from headprune.evaluation.report import (
     Retrieval,
 )
 from headprune.evaluation.tasks import task_scores
-from headprune.evaluation.written import scores, write
+from headprune.evaluation.written import scores, transcribe, write
 from headprune.evidence.recall import needed
 from headprune.model.answers import Prompt, answered
-from headprune.model.batch import reads_images
+from headprune.model.batch import modality_of
 from headprune.model.cost import longest_context, model_cost
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 from headprune.model.placement import alone_on_device
@@ -151,7 +152,7 @@ def run(
     if config.speed and any(map(residency_of, loaded.nets)):
         why = "Speed is not measured of models that run layer by layer; --no-speed leaves it out."
         warnings.warn(why, HeadpruneWarning, stacklevel=2)
-    elif config.speed and not reads_images(loaded.nets[0]):
+    elif config.speed and modality_of(loaded.nets[0]) == "text":
         speeds = timed(loaded.nets, batches=config.decode_batches)
     reports = [
         _report(loaded, index, metrics[index], one.samples, speeds[index], config.memory)
@@ -193,9 +194,11 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
                 progress(before + now, total)
 
             how = (loaded.tokenizer, config.batch_size, config.max_new_tokens, writes)
-            counted, numbers = scores(
-                config.metrics, write(net, domain.sources, *how), domain.references
-            )
+            if isinstance(domain.examples, Recordings):
+                written = transcribe(net, domain.examples, *how)
+            else:
+                written = write(net, domain.sources, *how)
+            counted, numbers = scores(config.metrics, written, domain.references)
             columns |= {within(name, domain.name): column for name, column in counted.items()}
             result.whole += [
                 one.model_copy(update={"name": within(one.name, domain.name)}) for one in numbers
@@ -221,6 +224,9 @@ def _columns(
     rows, tokenizer = domain.rows, loaded.tokenizer
     if task == "causal-lm":
         return _generated(net, domain, tokenizer, config, progress)
+    if isinstance(domain.examples, Recordings):
+        collate, words = speech_of(domain.examples, net, tokenizer), tokenizer.tokenizer
+        return quality.translation_losses(net, rows, words, size, progress, collate)._asdict()
     if task == "seq2seq-lm":
         return quality.translation_losses(net, rows, tokenizer, size, progress)._asdict()
     if task in LANGUAGE_MODELS:
@@ -228,8 +234,8 @@ def _columns(
         return losses._asdict()
     if task in CLASSIFIERS:
         images = domain.examples if isinstance(domain.examples, Images) else None
-        collate = None if images is None else pixels_of(images, tokenizer)
-        predicted = quality.predictions(net, rows, tokenizer, size, progress, collate)
+        pixels = None if images is None else pixels_of(images, tokenizer)
+        predicted = quality.predictions(net, rows, tokenizer, size, progress, pixels)
         labels = _labels(loaded, net, rows)
         if task == "regression":
             return {"similarities": predicted[:, 0], "scores": _scores(labels.tolist())}
@@ -246,7 +252,7 @@ def _columns(
             "labels": (predicted + labels).sum(1),
         }
     embeddings = vectors[domain.name] = quality.embeddings(net, rows, tokenizer, size, progress)
-    assert not isinstance(domain.examples, Images)
+    assert isinstance(domain.examples, Examples)
     return _similarities(embeddings, domain.examples)
 
 

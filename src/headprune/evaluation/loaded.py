@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from headprune import devices
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Allowed
+from headprune.data.audio import Recordings, read_recordings, recording_rows
 from headprune.data.batches import label_reader
 from headprune.data.images import Images, image_rows, read_images
 from headprune.data.passages import PassageWord, lines_of, passage_words, passages
@@ -38,7 +39,7 @@ from headprune.evaluation.refusals import (
 from headprune.evaluation.tasks import refuse_tasks
 from headprune.evaluation.written import references_of, refuse_metrics
 from headprune.model.answers import Prompt
-from headprune.model.batch import most_tokens, reads_images, usable_length
+from headprune.model.batch import modality_of, most_tokens, usable_length
 from headprune.model.loading import (
     CLASSIFIERS,
     parse_dtype,
@@ -81,7 +82,7 @@ class LoadedDomain:
 
     name: str
     data: DataConfig
-    examples: Examples | Images
+    examples: Examples | Images | Recordings
     rows: Dataset
     documents: Numbers | None = None
     last_words: tuple[LastWord, ...] = ()
@@ -92,7 +93,7 @@ class LoadedDomain:
     @property
     def sources(self) -> list[str]:
         """The texts that a model writes after."""
-        if isinstance(self.examples, Images) or not self.references:
+        if not (isinstance(self.examples, Examples) and self.references):
             return []
         return [source for source, _ in self.examples.spread(len(self.references)).texts]
 
@@ -201,17 +202,16 @@ def load(
         refuse_exported(name)
         refuse_no_model(name)
     models = [read_model(name, parse_dtype(config.dtype.value), allowed) for name in names]
+    for each in models:
+        refuse_without_text(each.skeleton, "evaluate")
     tokenizers = [model.tokenizer for model in models]
-    pictures = reads_images(models[0].skeleton)
-    examples = [
-        read_images(one) if pictures else read_examples(one, tokenizers[0])
-        for one in several.values()
-    ]
+    reads_text = modality_of(models[0].skeleton) == "text"
+    examples = [_read(one, models[0]) for one in several.values()]
     nets = [_loaded(model) for model in models]
     for one in examples:
         refuse_unfit(nets, names, one, config)
-    seq_len = 0 if pictures else usable_length(nets[0].config, tokenizers[0], config.seq_len)
-    if against is not None and not pictures:
+    seq_len = usable_length(nets[0].config, tokenizers[0], config.seq_len) if reads_text else 0
+    if against is not None and reads_text:
         refuse_other_tokenizer(tokenizers[0], tokenizers[1], names)
     domains = (
         _domain(name if number else "", source, one, nets, tokenizers[0], seq_len, config)
@@ -221,11 +221,17 @@ def load(
     return Loaded(ids, tuple(names), tuple(nets), tokenizers[0], tuple(domains), config.metrics)
 
 
+def _read(data: DataConfig, model: Model) -> Examples | Images | Recordings:
+    modality = modality_of(model.skeleton)
+    if modality == "images":
+        return read_images(data)
+    return read_recordings(data) if modality == "sound" else read_examples(data, model.tokenizer)
+
+
 def _loaded(model: Model) -> PreTrainedModel:
     """Return a model with its weights, off the device: one model at a time is measured there."""
     net = model.weighted()
     refuse_missing_dtype(net.dtype, devices.chosen())
-    refuse_without_text(net, "evaluate")
     if devices.emulates(dtype := dtype_name(net.dtype)):
         devices.remark(
             f"'{model.source}' is measured in {dtype}, which this CPU only emulates: "
@@ -239,7 +245,7 @@ def _loaded(model: Model) -> PreTrainedModel:
 def _domain(
     name: str,
     data: DataConfig,
-    examples: Examples | Images,
+    examples: Examples | Images | Recordings,
     nets: list[PreTrainedModel],
     tokenizer: Any,
     seq_len: int,
@@ -249,6 +255,11 @@ def _domain(
         some = examples.spread(config.max_windows)
         pixels = image_rows(some, nets[0], label_reader(nets[0], some.labels or ()))
         return LoadedDomain(name, data, some, pixels)
+    if isinstance(examples, Recordings):
+        heard = examples.spread(config.max_windows)
+        sound = recording_rows(heard, nets[0], tokenizer.tokenizer)
+        said = tuple(heard.transcripts) if config.metrics else ()
+        return LoadedDomain(name, data, heard, sound, references=said)
     rows, documents = _rows(nets[0], tokenizer, examples, seq_len, config.max_windows)
     words: tuple[LastWord, ...] = ()
     of_passage: tuple[PassageWord, ...] = ()

@@ -102,13 +102,16 @@ def translation_losses(
     tokenizer: Any,
     batch_size: int,
     progress: Progress = lambda done, total: None,
+    collate: Collate | None = None,
 ) -> TokenLosses:
     """Score every token of every target, given the source and the target before it.
+
+    ``collate`` makes batches of sound.
 
     Raises:
         DataError: If a loss is not finite; names the row.
     """
-    collate, scores = pairs_of(model, tokenizer), _Scores(tokenizer)
+    collate, scores = collate or pairs_of(model, tokenizer), _Scores(tokenizer)
     for start in range(0, len(rows), batch_size):
         part = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
         batch = on_device(model, collate(part))

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headprune.config import EvaluateConfig
+from headprune.data.audio import Recordings
 from headprune.data.images import Images
 from headprune.data.read import Examples
 from headprune.data.tokens import around
@@ -30,7 +31,7 @@ def refuse_exported(model: str) -> None:
 def refuse_unfit(
     nets: list[PreTrainedModel],
     names: list[str],
-    examples: Examples | Images,
+    examples: Examples | Images | Recordings,
     config: EvaluateConfig,
 ) -> None:
     """Raise if models and examples do not go together.
@@ -69,13 +70,13 @@ def refuse_unfit(
         _refuse_unlike(nets, names, examples)
 
 
-def are_pairs(examples: Examples | Images) -> bool:
+def are_pairs(examples: Examples | Images | Recordings) -> bool:
     """Return whether the examples are scored pairs of sentences."""
     return examples.labels is not None and examples.width == 2
 
 
 def _refuse_unlike(
-    nets: list[PreTrainedModel], names: list[str], examples: Examples | Images
+    nets: list[PreTrainedModel], names: list[str], examples: Examples | Images | Recordings
 ) -> None:
     kinds = [
         f"{task_of(net)}, {getattr(net.config.get_text_config(), 'vocab_size', 0):,} tokens"

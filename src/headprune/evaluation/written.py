@@ -17,10 +17,12 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from headprune.context import Allowed
+from headprune.data.audio import Recordings, features_of
 from headprune.data.read import Examples
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation.metrics import METRICS, Floats
 from headprune.evaluation.report import Metric
+from headprune.model.batch import SpeechProcessor
 from headprune.model.placement import on_device
 from headprune.packages import refuse_missing
 from headprune.registry import did_you_mean
@@ -219,6 +221,27 @@ def write(
     finally:
         tokenizer.padding_side = side
     return [texts[number] for number in range(len(prompts))]
+
+
+@torch.no_grad()
+def transcribe(
+    model: PreTrainedModel,
+    recordings: Recordings,
+    processor: SpeechProcessor,
+    batch_size: int,
+    most: int,
+    progress: Progress = lambda done, total: None,
+) -> list[str]:
+    """Return the transcripts that a model writes of recordings; arguments as for ``write``."""
+    how, texts = _deterministic(model.generation_config, most), list[str]()
+    total = len(recordings.table)
+    for start in range(0, total, batch_size):
+        numbers = range(start, min(start + batch_size, total))
+        inputs = on_device(model, features_of(recordings, model, processor, numbers))
+        ids = model.generate(**inputs, generation_config=how)
+        texts += processor.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        progress(len(texts), total)
+    return texts
 
 
 def _deterministic(given: GenerationConfig | None, most: int) -> GenerationConfig:

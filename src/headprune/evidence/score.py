@@ -25,6 +25,7 @@ from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kin
 from headprune.model.batch import most_tokens
 from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.open import Model, open_model
+from headprune.model.refusals import refuse_without_text
 from headprune.model.units import default_unit, fitted_gates, leaves_ragged
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import read_metadata
@@ -115,6 +116,7 @@ def scores_on(
     unit = unit or default_unit(attentions)
     examples = None
     if data is not None and needs & NEEDS_DATA:
+        refuse_without_text(net, "score")
         examples = calibration(net, model.tokenizer, data, config, "score").fit
         labelled = "labels" in examples.rows.column_names
         if task_of(net) in CLASSIFIERS and not labelled and needs & NEEDS_LOSS:

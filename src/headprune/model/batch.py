@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
 
 import torch
@@ -29,6 +30,7 @@ Task = Literal[
     "next-sentence",
     "pre-training",
 ]
+Modality = Literal["text", "images", "sound"]
 CLASSIFIERS: tuple[Task, ...] = ("classification", "multi-label", "regression")
 # tasks without a metric here; their heads can be matched to a teacher
 UNMEASURED: tuple[Task, ...] = (
@@ -53,6 +55,14 @@ _TASKS: dict[str, Task] = {
     "AutoModelForNextSentencePrediction": "next-sentence",
     "AutoModelForPreTraining": "pre-training",
 }
+
+
+@dataclass(frozen=True)
+class SpeechProcessor:
+    """The feature extractor and the tokenizer of a model of speech."""
+
+    feature_extractor: Any
+    tokenizer: Any
 
 
 def task_of(model: PreTrainedModel) -> Task:
@@ -86,9 +96,10 @@ def task_of(model: PreTrainedModel) -> Task:
     return task
 
 
-def reads_images(net: PreTrainedModel) -> bool:
-    """Return whether a model reads images alone."""
-    return bool(net.main_input_name == "pixel_values")
+def modality_of(net: PreTrainedModel) -> Modality:
+    """Return the kind of a model's inputs; images or sound, if it reads nothing else."""
+    inputs: dict[str, Modality] = {"pixel_values": "images", "input_features": "sound"}
+    return inputs.get(net.main_input_name, "text")
 
 
 def class_ids(config: PreTrainedConfig) -> dict[str, int]:
@@ -147,6 +158,7 @@ class Batch(TypedDict, total=False):
     Attributes:
         input_ids: Token ids, of text.
         pixel_values: Images.
+        input_features: Sound.
         attention_mask: 0 where there is padding.
         token_type_ids: Which of two texts a token belongs to.
         decoder_input_ids: Inputs of the decoder of an encoder-decoder.
@@ -156,7 +168,8 @@ class Batch(TypedDict, total=False):
     """
 
     input_ids: Int[Tensor, "sequences length"]
-    pixel_values: Float[Tensor, sequences * pixels]
+    pixel_values: Float[Tensor, "sequences channels height width"]
+    input_features: Float[Tensor, "sequences bins frames"]
     attention_mask: Int[Tensor, "sequences length"]
     token_type_ids: Int[Tensor, "sequences length"]
     decoder_input_ids: Int[Tensor, "sequences target_length"]
@@ -166,13 +179,14 @@ class Batch(TypedDict, total=False):
 
 
 def inputs_of(batch: Mapping[str, Any]) -> Tensor:
-    """Return the token ids, or the images, of a batch."""
-    inputs: Tensor = batch["input_ids"] if "input_ids" in batch else batch["pixel_values"]
+    """Return the token ids, the images or the sound of a batch."""
+    names = ("input_ids", "pixel_values", "input_features")
+    inputs: Tensor = next(batch[name] for name in names if name in batch)
     return inputs
 
 
 def size_of(batch: Mapping[str, Any]) -> int:
-    """Return the tokens of a batch, padding included, or its images."""
+    """Return the tokens of a batch, padding included, or its images or recordings."""
     inputs = inputs_of(batch)
     return inputs.numel() if "input_ids" in batch else len(inputs)
 

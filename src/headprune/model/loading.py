@@ -14,7 +14,6 @@ import transformers
 from pydantic import Field, TypeAdapter, ValidationError
 from transformers import (
     AutoConfig,
-    AutoImageProcessor,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -330,17 +329,15 @@ def load_tokenizer(model: str | Path, config: PreTrainedConfig | None = None, **
     return tokenizer
 
 
-def load_image_processor(model: str | Path, **kwargs: Any) -> Any:
-    """Load the image processor beside a model; arguments as of ``AutoImageProcessor``.
+def load_extractor(auto: Any, model: str | Path, **kwargs: Any) -> Any:
+    """Load what makes inputs of images or sound, by ``AutoImageProcessor`` or its like.
 
     Raises:
         CheckpointError: If there is none.
     """
-    refused = damage_is(
-        lambda why: f"'{model}' has no usable image processor (preprocessor_config.json): {why}"
-    )
+    refused = damage_is(lambda why: f"'{model}' has no usable preprocessor_config.json: {why}")
     with refused, hub.asked_once(model):
-        return AutoImageProcessor.from_pretrained(str(model), **kwargs)
+        return auto.from_pretrained(str(model), **kwargs)
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoFeatureExtractor, AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from headprune import devices, processes
 from headprune.config import Dtype
@@ -17,12 +17,12 @@ from headprune.context import Allowed
 from headprune.errors import CheckpointError
 from headprune.io.shards import StoredTensor
 from headprune.model.attention import attention_of, identity
-from headprune.model.batch import reads_images, task_of
+from headprune.model.batch import SpeechProcessor, modality_of, task_of
 from headprune.model.loading import (
     assemble,
     from_pretrained,
     load_config,
-    load_image_processor,
+    load_extractor,
     load_tokenizer,
     refuse_absent_weights,
 )
@@ -97,15 +97,21 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Its tokenizer; of a model of images, its image processor.
+        """Its tokenizer; of images or sound, what makes its inputs.
 
         Raises:
             CheckpointError: If there is none.
         """
         trust = self.allowed.trust_remote_code
-        if reads_images(self.any_net):
-            return load_image_processor(self.source, trust_remote_code=trust)
-        return load_tokenizer(self.source, self.config, trust_remote_code=trust)
+        how: dict[str, Any] = {"trust_remote_code": trust}
+        modality = modality_of(self.any_net)
+        if modality == "images":
+            return load_extractor(AutoImageProcessor, self.source, **how)
+        tokenizer = load_tokenizer(self.source, self.config, **how)
+        if modality == "sound":
+            extractor = load_extractor(AutoFeatureExtractor, self.source, **how)
+            return SpeechProcessor(extractor, tokenizer)
+        return tokenizer
 
     @property
     def task(self) -> str:

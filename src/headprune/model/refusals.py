@@ -15,7 +15,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from headprune.errors import CheckpointError, FamilyError
 from headprune.io.parsing import first_problem
 from headprune.model.attention import family_of
-from headprune.model.batch import CLASSIFIERS, own_padding_id, reads_images, task_of
+from headprune.model.batch import CLASSIFIERS, modality_of, own_padding_id, task_of
 from headprune.model.recognition import row_of
 from headprune.model.skeleton import below_base
 from headprune.model.stored import find_file, weight_files
@@ -170,7 +170,7 @@ def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection
 
 
 # masks and tables in old checkpoints, which are computed from the config
-_OF_IMAGES = ("score", "--refit", "train-gates", "heal", "evaluate")  # as well as text
+_OF_SENSES = ("score", "--refit", "train-gates", "heal", "evaluate")  # as well as text
 _COMPUTED = re.compile(
     r"inv_freq$|position_ids$|relative_position_index$|\.version$|\.causal_mask$"
     r"|\.(attn|attention)\.(masked_)?bias$"
@@ -206,15 +206,18 @@ def refuse_without_text(model: PreTrainedModel, what: str) -> None:
         FamilyError: With another way to cut it.
     """
     takes = set(inspect.signature(model.forward).parameters)
-    if reads_images(model) and task_of(model) in CLASSIFIERS and what in _OF_IMAGES:
+    kind, task = modality_of(model), task_of(model)
+    if what in _OF_SENSES and (kind, task in CLASSIFIERS) == ("images", True):
+        return
+    if what in _OF_SENSES and (kind, task) == ("sound", "seq2seq-lm"):
         return
     if "input_ids" not in takes or "vision" in family_of(model.config).attention:
         inputs = takes & {"pixel_values", "input_features", "input_values"}
         raise FamilyError(
             f"{type(model).__name__} takes {', '.join(sorted(inputs)) or 'no text'}, and {what} "
-            "does not read that. Choose its heads in Python and cut them with 'prune --plan'."
+            "reads text, images of classifiers, and speech of encoder-decoders. Choose its heads "
+            "in Python and cut them with 'headprune prune --plan'."
         )
-    task = task_of(model)
     if task == "multiple-choice" or (task == "features" and "decoder_input_ids" in takes):
         reads = "several texts at once" if task == "multiple-choice" else "a text and its beginning"
         raise FamilyError(

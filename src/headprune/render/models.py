@@ -89,7 +89,7 @@ def _families(rows: list[Capability]) -> tuple[Table, list[str]]:
             fewer = f"no {note(fewer)}"
         refused = ", ".join(f"{name} {note(reason)}" for name, reason in row.refused.items())
         name = f"{row.family} (transformers {row.since})" if row.since else row.family
-        gates = "yes" if row.gates else "no text"
+        gates = "yes" if row.gates else "no"
         cells.append((name, ", ".join(row.attention), gates, row.even, row.uneven, fewer, refused))
     columns = (
         "family",

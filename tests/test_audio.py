@@ -1,0 +1,171 @@
+"""Recordings and transcripts: models of speech."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jiwer
+import numpy as np
+import pytest
+import soundfile
+import torch
+from datasets import Audio
+from transformers import WhisperFeatureExtractor
+
+import headprune
+from headprune import packages
+from headprune.config import DataConfig
+from headprune.data.audio import features_of, read_recordings, recording_rows, speech_of
+from headprune.errors import HeadpruneError
+from headprune.evaluation.written import transcribe
+from headprune.model.attention import attention_of
+from headprune.model.batch import SpeechProcessor
+from tests import tiny
+
+RATE, COUNT = 16_000, 24
+EXTRACTOR = WhisperFeatureExtractor(feature_size=8, hop_length=400, chunk_length=1)
+PROCESSOR = SpeechProcessor(EXTRACTOR, tiny.tokenizer())
+
+
+def tone(number: int, rate: int) -> np.ndarray:
+    """Half a second at a pitch of its own."""
+    seconds = np.arange(rate // 2) / rate
+    return np.sin(2 * np.pi * (150 + 60 * number) * seconds).astype(np.float32)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    EXTRACTOR.save_pretrained(tiny.save(tiny.model("whisper"), tmp_path / "model"))
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def recordings(tmp_path: Path) -> Path:
+    """A folder of tones, transcribed by the model itself."""
+    folder = tmp_path / "sound"
+    folder.mkdir()
+    names = [f"{number:02}.wav" for number in range(COUNT)]
+    for number, name in enumerate(names):
+        soundfile.write(folder / name, tone(number, RATE), RATE)
+    transcribed(folder, names, ["w1"] * COUNT)
+    read = read_recordings(DataConfig(source=str(folder)))
+    said = transcribe(tiny.model("whisper"), read, PROCESSOR, 8, 6)
+    transcribed(folder, names, [text or "w1" for text in said])
+    return folder
+
+
+def transcribed(folder: Path, names: list[str], texts: list[str]) -> None:
+    rows = [f"{name},{text}" for name, text in zip(names, texts, strict=True)]
+    (folder / "metadata.csv").write_text("\n".join(["file_name,text", *rows]) + "\n")
+
+
+def metric(report: Any, name: str, side: str = "model") -> float:
+    return float(next(m.value for m in getattr(report, side).metrics if m.name == name))
+
+
+def heads(net: Any) -> int:
+    return sum(attention.query_heads for attention in attention_of(net))
+
+
+def test_a_model_of_speech_is_scored_refitted_and_measured(
+    model: Path, recordings: Path, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"calibration_tokens": 20 * 16}
+    scores = headprune.score(model, tmp_path / "scores", data=recordings, **how)
+    assert scores.metadata.tokens == 20 * 16  # positions of the encoder
+    out = tmp_path / "out"
+    result = headprune.prune(model, out, scores=tmp_path / "scores", keep=0.5, layout="ragged")
+    assert heads(result.model) == heads(tiny.model("whisper")) // 2
+    assert result.manifest.refit is not None
+    given: dict[str, Any] = {"metrics": ["wer", "cer"], "max_new_tokens": 6}
+    report = headprune.evaluate(out, data=recordings, against=model, **given)
+    # the references are the original's own texts
+    assert metric(report, "wer", "against") == metric(report, "cer", "against") == 0
+    assert metric(report, "perplexity") != metric(report, "perplexity", "against")
+    assert "wer" in {one.name for one in report.differences}
+    said = read_recordings(DataConfig(source=str(recordings))).transcripts
+    other = [text if number % 3 else "w9 w8 w7" for number, text in enumerate(said)]
+    transcribed(recordings, [f"{number:02}.wav" for number in range(COUNT)], other)
+    report = headprune.evaluate(model, data=recordings, **given)
+    assert metric(report, "wer") == pytest.approx(jiwer.wer(other, said)) and jiwer.wer(other, said)
+
+
+def test_the_loss_is_that_of_the_model(model: Path, recordings: Path) -> None:
+    net, read = tiny.model("whisper"), read_recordings(DataConfig(source=str(recordings)))
+    rows = list(recording_rows(read, net, PROCESSOR.tokenizer))
+    batch = speech_of(read, net, PROCESSOR)(rows)
+    with torch.no_grad():
+        losses = net(input_features=batch["input_features"], labels=batch["labels"]).loss
+    report = headprune.evaluate(model, data=recordings, speed=False)
+    assert metric(report, "nll_nats_per_token") == pytest.approx(float(losses), rel=1e-5)
+    turned = speech_of(read, net, PROCESSOR)(rows[::-1])
+    with torch.no_grad():
+        other = net(input_features=turned["input_features"], labels=batch["labels"]).loss
+    assert float(other) != pytest.approx(float(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gates_and_healing_learn_from_speech(
+    dtype: str, model: Path, recordings: Path, tmp_path: Path
+) -> None:
+    small: dict[str, Any] = {"data": recordings, "steps": 3, "batch_size": 4}
+    headprune.train_gates(model, tmp_path / "gates", target_heads=0.5, dtype=dtype, **small)
+    headprune.prune(model, tmp_path / "cut", gates=tmp_path / "gates", layout="ragged")
+    healed = headprune.heal(tmp_path / "cut", tmp_path / "healed", teacher=model, **small)
+    assert healed.after <= healed.before
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved", "other rate", "stereo"])
+def test_recordings_are_the_same_from_everywhere(
+    kind: str, recordings: Path, tmp_path: Path
+) -> None:
+    folder = read_recordings(DataConfig(source=str(recordings)))
+    table, source = folder.table.cast_column("audio", Audio()), recordings
+    if kind == "parquet":
+        folder.table.to_parquet(source := tmp_path / "sound.parquet")
+    elif kind == "saved":
+        folder.table.save_to_disk(source := tmp_path / "saved")
+    elif kind == "stereo":
+        both = np.stack([tone(3, RATE) * 1.5, tone(3, RATE) * 0.5], axis=1)
+        soundfile.write(recordings / "03.wav", both / 2, RATE, subtype="FLOAT")
+        soundfile.write(recordings / "04.wav", tone(4, RATE) / 2, RATE)
+    else:
+        soundfile.write(recordings / "03.wav", tone(3, 2 * RATE), 2 * RATE)
+    assert len(table) == COUNT
+    read = read_recordings(DataConfig(source=str(source), text_column="text"))
+    assert read.transcripts == folder.transcripts
+    if kind in ("parquet", "saved"):
+        assert read.sha256 == folder.sha256
+    ours, theirs = (torch.tensor(each.sound(3, RATE)) for each in (read, folder))
+    near = torch.nn.functional.cosine_similarity(ours, torch.tensor(tone(3, RATE)), dim=0)
+    assert len(ours) == len(theirs) == RATE // 2 and near > 0.999
+    other = torch.nn.functional.cosine_similarity(ours, torch.tensor(tone(4, RATE)), dim=0)
+    assert other < 0.5
+    assert features_of(read, tiny.model("whisper"), PROCESSOR, [0, 3])["input_features"].shape == (
+        2,
+        8,
+        40,
+    )
+
+
+def test_what_is_no_speech_is_said(
+    model: Path, recordings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(why: str, **data: Any) -> None:
+        with pytest.raises(HeadpruneError, match=why) as caught:
+            headprune.evaluate(model, **data)
+        assert "\n" not in str(caught.value)
+
+    (tmp_path / "text.txt").write_text("w1 w2")
+    refused("holds no recordings", data=tmp_path / "text.txt")
+    refused("--text-column names the transcripts", data=recordings, text_column="audio")
+    (recordings / "03.wav").write_bytes(b"no sound")
+    refused("Recording 3 cannot be read", data=recordings)
+    (model / "preprocessor_config.json").unlink()
+    refused("has no usable preprocessor_config.json", data=recordings)
+    with pytest.raises(HeadpruneError, match="and compress reads text"):
+        headprune.compress(model, tmp_path / "out", data=recordings, keep=0.5)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    with pytest.raises(HeadpruneError, match="Sound needs soundfile: pip install soundfile"):
+        read_recordings(DataConfig(source=str(recordings)))
