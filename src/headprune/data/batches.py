@@ -127,11 +127,7 @@ def batches(
         read_label = label_reader(net, examples.labels or ()) if labelled else None
         rows = tokenized_rows(examples, tokenizer, seq_len, read_label, vocabulary)
         collator = DataCollatorWithPadding(_padding(tokenizer, net))
-    if len(rows) < need:
-        raise DataError(
-            f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
-            "Give more data or a smaller --batch-size."
-        )
+    _refuse_few(rows, config)
     of_step, longest = config.batch_size, None
     if isinstance(config, HealConfig):
         of_step, longest = _of_step(rows, config, seq_len, single=not data.pairs)
@@ -153,8 +149,7 @@ def _of_images(
     images = read_images(data)
     labels = images.labels if objective is Objective.TASK else None
     rows = image_rows(images, net, None if labels is None else label_reader(net, labels))
-    if len(rows) < (1 if isinstance(config, CalibrationConfig) else config.batch_size):
-        raise DataError(f"The data has {len(rows)} images, fewer than one batch.")
+    _refuse_few(rows, config)
     return Batches(rows, pixels_of(images, processor), config.batch_size)
 
 
@@ -166,7 +161,16 @@ def _of_recordings(
 ) -> Batches:
     recordings = read_recordings(data)
     rows = recording_rows(recordings, net, processor.tokenizer)
+    _refuse_few(rows, config)
     return Batches(rows, speech_of(recordings, net, processor), config.batch_size)
+
+
+def _refuse_few(rows: Dataset, config: TrainGatesConfig | HealConfig | CalibrationConfig) -> None:
+    if len(rows) < (1 if isinstance(config, CalibrationConfig) else config.batch_size):
+        raise DataError(
+            f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
+            "Give more data or a smaller --batch-size."
+        )
 
 
 def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:

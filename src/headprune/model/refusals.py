@@ -200,16 +200,15 @@ def passed_over(net: PreTrainedModel, names: Collection[str]) -> list[str]:
 
 
 def refuse_without_text(model: PreTrainedModel, what: str) -> None:
-    """Refuse a model of images or sound where text is needed; some take labelled images.
+    """Refuse a model of images or sound, unless its class and the command read them.
 
     Raises:
         FamilyError: With another way to cut it.
     """
     takes = set(inspect.signature(model.forward).parameters)
     kind, task = modality_of(model), task_of(model)
-    if what in _OF_SENSES and (kind, task in CLASSIFIERS) == ("images", True):
-        return
-    if what in _OF_SENSES and (kind, task) == ("sound", "seq2seq-lm"):
+    read = (kind == "images" and task in CLASSIFIERS) or (kind, task) == ("sound", "seq2seq-lm")
+    if read and what in _OF_SENSES:
         return
     if "input_ids" not in takes or "vision" in family_of(model.config).attention:
         inputs = takes & {"pixel_values", "input_features", "input_values"}
