@@ -24,7 +24,7 @@ from headprune.errors import HeadpruneError, Interrupted, PlanError
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, labelled
 from headprune.gates.optimizer import GateOptimizer
-from headprune.gates.refitted import original_of, output_weights
+from headprune.gates.refitted import best_first, original_of, output_weights
 from headprune.gates.sparsity import ConstantPenalty, HeadTarget
 from headprune.gates.train_gates import GatesRun, train_gates
 from headprune.gates.trainer import GatedModel, freeze, settled_rate
@@ -45,6 +45,7 @@ from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.gates import read_metadata
 from headprune.tensors import hard_concrete
 from headprune.tensors.hard_concrete import BOUND
+from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.marks import slow_unless
@@ -578,3 +579,11 @@ def test_what_does_not_go_with_a_refit_is_said() -> None:
     ):
         with pytest.raises(ValueError, match="--method"):
             TrainGatesConfig(**{"target_heads": 0.5, "method": Method.REFIT} | settings)
+
+
+def test_every_module_keeps_its_best_unit_where_it_must() -> None:
+    scores, sizes = torch.tensor([9.0, 8.0, 7.0, 1.0, 2.0, 3.0, 0.0]), [1] * 7
+    assert keep_best(scores.tolist(), sizes, 3) == [0, 1, 2]
+    assert keep_best(best_first(scores, [3, 2, 2]).tolist(), sizes, 3) == [0, 4, 5]
+    assert keep_best(best_first(scores, [3, 2, 2]).tolist(), sizes, 4) == [0, 1, 4, 5]
+    assert scores.tolist() == [9, 8, 7, 1, 2, 3, 0]

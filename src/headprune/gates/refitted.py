@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.config import ScoreConfig
@@ -23,11 +24,12 @@ from headprune.errors import DataError, PlanError
 from headprune.evidence.score import gather, refits, scores_of
 from headprune.evidence.statistics import collect
 from headprune.gates.gates import Gates
-from headprune.model.attention import attention_of
+from headprune.model.attention import attention_of, family_of
 from headprune.model.gating import open_elsewhere
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.refit import refit
 from headprune.tensors.selection import keep_best
+from headprune.tensors.units import members
 
 CRITERION = "compensated"
 ENOUGH = 4096  # tokens for a refit by default
@@ -86,7 +88,11 @@ def choose_and_refit(
             config = ScoreConfig(criterion=(CRITERION,), unit=gates.unit)
             evidence = gather(net, attentions, config, examples, words, context)
             scores = scores_of(CRITERION, evidence, attentions, gates.unit)
-            kept = set(keep_best(scores.tolist(), gates.unit_sizes, heads))
+            worth = scores
+            if family_of(net.config).keeps_a_head:
+                counts = [len(members(gates.unit, a.group_sizes)) for a in attentions]
+                worth = best_first(scores, counts)
+            kept = set(keep_best(worth.tolist(), gates.unit_sizes, heads))
             gates.settle(sorted(kept), scores)
             context.stage("refitting")
             of_head = gates.values().detach()[gates.unit_of_head].cpu()
@@ -96,6 +102,14 @@ def choose_and_refit(
             refit(net, every, rows, examples.whole(), context.step)
     except (DataError, PlanError) as error:
         raise type(error)(f"{error} Nothing is refitted with --method l0.") from None
+
+
+def best_first(scores: Float[Tensor, " units"], counts: Sequence[int]) -> Float[Tensor, " units"]:
+    """Return scores with the best unit of every module, of so many units, before all others."""
+    parts = scores.clone().split(list(counts))
+    for part in parts:
+        part[part.argmax()] += scores.max() - scores.min() + 1
+    return torch.cat(parts)
 
 
 @contextmanager
