@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect as inspect_module
 import json
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,19 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    PreTrainedConfig,
+    AutoModelForCausalLM,
     PreTrainedModel,
 )
 from transformers.models.cwm.modeling_cwm import CwmAttention
+from transformers.models.llama import configuration_llama, modeling_llama
 
 import headprune
 from headprune.context import Context
-from headprune.errors import CheckpointError, FamilyError
+from headprune.errors import CheckpointError, FamilyError, PlanError
 from headprune.family import FAMILIES, llama
 from headprune.model.attention import attention_of, family_of, identity
 from headprune.model.cost import model_cost
 from headprune.model.inspection import inspect
-from headprune.model.loading import native_of
 from headprune.model.open import Model, open_model
 from headprune.model.recognition import recognised, row_of
 from headprune.model.skeleton import without_weights
@@ -159,14 +160,59 @@ def test_what_cannot_be_read_is_refused(
         attention_of(model)
 
 
-@pytest.mark.parametrize("comes", [False, True])
-def test_code_that_comes_with_a_model_is_said(comes: bool) -> None:
-    config = type("OwnConfig", (PreTrainedConfig,), {"model_type": "own"})()
-    if comes:
-        config.auto_map = {"AutoModel": "modeling_own.OwnModel"}
-    said = r"for model type 'own'\." + r" Code that comes with a model is not cut\." * comes
-    with pytest.raises(CheckpointError, match=f"{said}$"):
-        native_of(config)
+def own_code(folder: Path) -> Path:
+    """A Llama under another name, with its code beside the weights."""
+    tiny.save(tiny.model("llama-gqa"), folder)
+    for kind, module in (("modeling", modeling_llama), ("configuration", configuration_llama)):
+        code = Path(inspect_module.getfile(module)).read_text(encoding="utf-8")
+        code = code.replace("from ...", "from transformers.").replace("Llama", "Own")
+        code = code.replace('model_type = "llama"', 'model_type = "own"')
+        code = code.replace(".configuration_llama", ".configuration_own")
+        (folder / f"{kind}_own.py").write_text(code, encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModel": "modeling_own.OwnModel",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_code_that_comes_with_a_model_is_cut_with_it(tmp_path: Path) -> None:
+    folder = own_code(tmp_path / "own")
+    paths = [a.path for a in attention_of(tiny.model("llama-gqa"))]
+    plan = {path: [2 * n % 4, 2 * n % 4 + 1] for n, path in enumerate(paths)}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(CheckpointError, match="contains custom code"):
+        headprune.prune(folder, tmp_path / "out", plan=tmp_path / "plan.json")
+    remote: dict[str, Any] = {"trust_remote_code": True}
+    out = headprune.prune(folder, tmp_path / "out", plan=tmp_path / "plan.json", **remote)
+    assert out.manifest.brings_code and (tmp_path / "out" / "modeling_own.py").exists()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "with the code of its original" in card and "trust_remote_code=True" in card
+    assert headprune.verify(tmp_path / "out", **remote).passed
+    tiny.save(tiny.model("llama-gqa"), tmp_path / "llama")
+    wanted = headprune.prune(tmp_path / "llama", tmp_path / "plain", plan=tmp_path / "plan.json")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    net = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(net).__name__ == "OwnForCausalLM"
+    assert torch.equal(net(ids).logits, wanted.model(ids).logits)
+    whole = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert not torch.allclose(net(ids).logits, whole(ids).logits)
+    how: dict[str, Any] = {"seq_len": 16, "speed": False, **remote}
+    report = headprune.evaluate(tmp_path / "out", data=text(tmp_path), against=folder, **how)
+    assert report.model.task == "causal-lm"
+    assert "perplexity" in {one.name for one in report.differences}
+    (tmp_path / "uneven.json").write_text(json.dumps({"model.layers.0.self_attn": [0, 1]}))
+    with pytest.raises(PlanError, match="does not fit a plain config"):
+        headprune.prune(folder, tmp_path / "no", plan=tmp_path / "uneven.json", **remote)
+
+
+def text(folder: Path) -> Path:
+    (folder / "text.txt").write_text(tiny.text(600))
+    return folder / "text.txt"
 
 
 def count_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def task_of(model: PreTrainedModel) -> Task:
         FamilyError: If it is a language model that sees the tokens it predicts.
     """
     native = native_class(type(model))
-    known = modeling_headprune.auto_classes(native.config_class)
+    known = _auto_classes(model)
     task: Task = next(
         (task for auto, task in _TASKS.items() if known.get(auto) is native), "features"
     )
@@ -102,16 +102,33 @@ def modality_of(net: PreTrainedModel) -> Modality:
     return inputs.get(net.main_input_name, "text")
 
 
+def _auto_classes(model: PreTrainedModel) -> dict[str, type[PreTrainedModel]]:
+    """Return the Auto classes of a model; code that comes with one has several config classes."""
+    config = type(model.config)
+    known = config if is_remote(config) else native_class(type(model)).config_class
+    return modeling_headprune.auto_classes(known)
+
+
 def class_ids(config: PreTrainedConfig) -> dict[str, int]:
     """Return the number of each class of a classifier by name."""
     known = config.label2id or {name: number for number, name in (config.id2label or {}).items()}
     return {name: int(number) for name, number in known.items()}
 
 
+def is_remote(cls: type) -> bool:
+    """Return whether a class comes as code with a model."""
+    package, *_, module = cls.__module__.split(".")
+    return package == "transformers_modules" and module != modeling_headprune.MODULE
+
+
 def native_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of transformers behind a pruned or sharded one."""
     # sharding makes classes such as FSDPLlamaForCausalLM
-    known = (base for base in cls.__mro__ if getattr(transformers, base.__name__, None) is base)
+    known = (
+        base
+        for base in cls.__mro__
+        if getattr(transformers, base.__name__, None) is base or is_remote(base)
+    )
     native: type[PreTrainedModel] = next(known, cls)
     return native
 
@@ -119,7 +136,7 @@ def native_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
 def auto_class_of(model: PreTrainedModel) -> str:
     """Return the Auto class that leads to a model's class; "AutoModel" if none does."""
     native = native_class(type(model))
-    known = modeling_headprune.auto_classes(native.config_class)
+    known = _auto_classes(model)
     # of several, one of a task comes before AutoModelForPreTraining
     return next((auto for auto in (*_TASKS, *known) if known.get(auto) is native), "AutoModel")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from headprune.errors import CheckpointError
 from headprune.io import hub
@@ -30,6 +32,7 @@ from headprune.model.batch import UNMEASURED as UNMEASURED
 from headprune.model.batch import Task as Task
 from headprune.model.batch import auto_class_of as auto_class_of
 from headprune.model.batch import class_ids as class_ids
+from headprune.model.batch import is_remote
 from headprune.model.batch import native_class as native_class
 from headprune.model.batch import task_of as task_of
 from headprune.model.reading import (
@@ -250,6 +253,8 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
     refused = damage_is(lambda why: f"'{model}': {_unread(path, why)}")
     with refused, hub.asked_once(model), uneven_heads_are_known():
         config = AutoConfig.from_pretrained(str(model), **{"trust_remote_code": False, **kwargs})
+        if is_remote(type(config)):
+            register_remote(config, str(model))
         for part in (config, config.get_text_config()):
             if hasattr(part, "num_hidden_layers"):
                 list(getattr(part, "per_layer_config", None) or ())  # each is checked when made
@@ -345,6 +350,22 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
+def register_remote(config: PreTrainedConfig, model: str) -> None:
+    """Make the Auto classes know the classes that come as code with a model."""
+    for auto, reference in (getattr(config, "auto_map", None) or {}).items():
+        if auto.startswith("AutoModel") and not reference.startswith(modeling_headprune.MODULE):
+            cls = get_class_from_dynamic_module(reference, model)
+            getattr(transformers, auto).register(type(config), cls, exist_ok=True)
+
+
+def remote_code(config: PreTrainedConfig) -> list[Path]:
+    """Return the files of code that came with a model."""
+    classes = (type(config), *modeling_headprune.auto_classes(type(config)).values())
+    folders = {Path(inspect.getfile(cls)).parent for cls in classes if is_remote(cls)}
+    files = {file.name: file for folder in folders for file in folder.glob("*.py")}
+    return [file for name, file in files.items() if name != "__init__.py"]
+
+
 def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[PreTrainedModel]:
     """Return the class of transformers that a config names, or that of an Auto class.
 
@@ -358,16 +379,18 @@ def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[P
         )
     named = config.architectures
     name = named[0] if isinstance(named, list) and named else None
-    native = getattr(transformers, name, None) if isinstance(name, str) else None
+    native: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if is_remote(type(config)):
+        of_config = modeling_headprune.auto_classes(type(config)).values()
+        native = next((cls for cls in of_config if cls.__name__ == name), None)
     if not (isinstance(native, type) and issubclass(native, PreTrainedModel)):
         native = None
     if auto_class is not None or native is None:
         mapping = getattr(transformers, auto_class or "AutoModel")._model_mapping
         if type(config) not in mapping:
-            comes = " Code that comes with a model is not cut." * hasattr(config, "auto_map")
             raise CheckpointError(
                 f"transformers has no {auto_class or 'AutoModel'} for model type "
-                f"'{config.model_type}'.{comes}"
+                f"'{config.model_type}'."
             )
         native = mapping[type(config)]
     chosen: type[PreTrainedModel] = native[0] if isinstance(native, tuple) else native

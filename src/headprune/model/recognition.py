@@ -29,8 +29,14 @@ from transformers import (
 from headprune.errors import FamilyError, HeadpruneError
 from headprune.family import FAMILIES, Family, Projection
 from headprune.family.spec import Role, Size
+from headprune.model.batch import is_remote
 from headprune.model.skeleton import without_weights
-from headprune.runtime.modeling_headprune import base_of, find_attention, find_projection
+from headprune.runtime.modeling_headprune import (
+    auto_classes,
+    base_of,
+    find_attention,
+    find_projection,
+)
 
 _LAYOUTS = (
     ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -152,7 +158,11 @@ def _row(config: PreTrainedConfig) -> Family:
 
 def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class that a config names, or else that of its bare model."""
-    named: Any = getattr(transformers, (config.architectures or [""])[0], None)
+    name = (config.architectures or [""])[0]
+    named: Any = getattr(transformers, name, None)
+    if is_remote(type(config)):
+        of_config = auto_classes(type(config)).values()
+        named = next((cls for cls in of_config if cls.__name__ == name), None)
     if isinstance(named, type) and issubclass(named, PreTrainedModel):
         return named
     known: Any = next((each[type(config)] for each in _MAPPINGS if type(config) in each), None)

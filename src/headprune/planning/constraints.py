@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from headprune.config import LayoutOption, Target
 from headprune.errors import PlanError
 from headprune.model.attention import family_of
+from headprune.model.batch import is_remote
 from headprune.planning.targets import (
     EMPTY,
     KV_COUNTS,
@@ -109,6 +110,8 @@ def constraints_of(
     Raises:
         PlanError: If one takes no such model, or not the layout.
     """
+    if is_remote(type(net.config)):  # the runtime knows classes of transformers alone
+        layout = LayoutOption.UNIFORM
     shapes = frozenset(SHAPES)
     for target in targets:
         engine = TARGETS[target]

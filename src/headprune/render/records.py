@@ -25,6 +25,9 @@ from headprune.schemas.records import Evidence, Healing, Merging, Migration, Mod
 from headprune.schemas.roles import RolesRecord
 
 _NATIVE = "Plain config: loads anywhere, without extra code."
+_OWN_CODE = (
+    "Loads with the code of its original: AutoModel*.from_pretrained(..., trust_remote_code=True)."
+)
 _RUNTIME = (
     "{why}: loads with headprune.from_pretrained, or with "
     "AutoModel*.from_pretrained(..., trust_remote_code=True)."
@@ -138,17 +141,18 @@ def proof(manifest: Manifest) -> list[Block]:
 
 def load_code(manifest: Manifest, folder: str) -> Code:
     """Return Python that loads the result."""
+    needs_code = manifest.brings_code or manifest.shape is Shape.RUNTIME
     quoted = '"' + printable(folder.replace("\\", "\\\\").replace('"', '\\"')) + '"'
-    remote = ", trust_remote_code=True" if manifest.shape is Shape.RUNTIME else ""
+    remote = ", trust_remote_code=True" if needs_code else ""
     auto = manifest.auto_class
     text = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained({quoted}{remote})"
     return Code(text, "python")
 
 
-def stored(shape: Shape, uneven: bool) -> str:
+def stored(shape: Shape, uneven: bool, brings_code: bool = False) -> str:
     """Return how a result loads, in a sentence."""
     if shape is Shape.NATIVE:
-        return _NATIVE
+        return _OWN_CODE if brings_code else _NATIVE
     why = "Uneven heads" if uneven else "Heads that the stock class has no setting for"
     return _RUNTIME.format(why=why)
 

@@ -137,7 +137,9 @@ def run_blocks(run: ReportedRun) -> list[Block]:
     blocks += charts.training_charts(run) + charts.roles_charts(run)
     if run.manifest is not None:
         code = records.load_code(run.manifest, run.path.name)
-        stored = Paragraph(records.stored(run.manifest.shape, run.manifest.uneven))
+        stored = Paragraph(
+            records.stored(run.manifest.shape, run.manifest.uneven, run.manifest.brings_code)
+        )
         blocks.append(Section("Proof", records.proof(run.manifest), folded=True))
         blocks.append(Section("Load it", [code, stored], folded=True))
         if run.manifest.choice is not None:

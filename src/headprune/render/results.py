@@ -183,7 +183,7 @@ def written(result: Pruned) -> list[Block]:
     from headprune.result.engines import serving
 
     manifest, output = result.manifest, result.output
-    stored = records.stored(manifest.shape, manifest.uneven)
+    stored = records.stored(manifest.shape, manifest.uneven, manifest.brings_code)
     page = [*records.proof(manifest), Paragraph(f"{stored} Written to {output}.")]
     if measure := after_cut(result):
         page.append(Code(measure, title="Measure it on other text"))

@@ -42,7 +42,7 @@ def card(folder: Path, title: str, plan: Plan, manifest: Manifest, sections: str
     before: list[Block] = [Paragraph(records.what(manifest)), records.sizes(manifest.steps)]
     if manifest.choice is not None:
         before.append(Section("Chosen", records.chosen(manifest.choice)))
-    stored = Paragraph(records.stored(manifest.shape, manifest.uneven))
+    stored = Paragraph(records.stored(manifest.shape, manifest.uneven, manifest.brings_code))
     before.append(Section("Load it", [records.load_code(manifest, title), stored]))
     before += [Section("Serve it", served)] * bool(served)
     after = [

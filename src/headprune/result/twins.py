@@ -7,10 +7,12 @@ weights. Its heads are gated, cut, written and read back; a wrong cut of it must
 from __future__ import annotations
 
 import copy
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from headprune.errors import FamilyError, ProofError
 from headprune.family import FAMILIES, Family
 from headprune.model import probes
 from headprune.model.attention import attention_of, family_of
-from headprune.model.loading import from_pretrained
+from headprune.model.loading import from_pretrained, remote_code
 from headprune.model.open import Model
 from headprune.model.recognition import key_of, note_outputs
 from headprune.model.skeleton import without_weights
@@ -277,8 +279,11 @@ def _refuse_inexact(twin: PreTrainedModel, empty: bool) -> None:
         raise ProofError("A wrong cut of it passes as well.")
     with tempfile.TemporaryDirectory() as folder:
         twin.save_pretrained(folder)
+        code = remote_code(twin.config)  # whose permission was given
+        for file in code:
+            shutil.copyfile(file, Path(folder) / file.name)
         how = twin.config._attn_implementation
-        reloaded = from_pretrained(folder, attn_implementation=how)
+        reloaded = from_pretrained(folder, attn_implementation=how, trust_remote_code=bool(code))
         equivalence.conclude(expected, probes.probe(reloaded, expected.inputs))
 
 

@@ -134,7 +134,8 @@ def verify(
         elif probed is not None and probed.by_layers:
             not_run = "transformers alone was not tried: it loads no model layer by layer."
         elif probed is not None:
-            auto, remote = getattr(transformers, probed.auto_class), manifest.shape is Shape.RUNTIME
+            auto = getattr(transformers, probed.auto_class)
+            remote = trust_remote_code or manifest.shape is Shape.RUNTIME
             extra = {"trust_remote_code": True} if remote else {}
             compare(
                 f"{probed.auto_class}.from_pretrained" + ", trust_remote_code=True" * remote,

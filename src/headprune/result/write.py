@@ -24,7 +24,7 @@ from headprune.io.outputs import whole_folder
 from headprune.io.shards import Piece, write_shards
 from headprune.model import probes
 from headprune.model.cost import kv_heads_of
-from headprune.model.loading import auto_class_of, uneven_heads_are_known
+from headprune.model.loading import auto_class_of, remote_code, uneven_heads_are_known
 from headprune.model.open import Model, read_model
 from headprune.model.placement import placed
 from headprune.model.precision import widened
@@ -286,7 +286,8 @@ def _written(
         facts["engines"] = engines_of(net, shapes_in(layout, facts["shape"]))
         context.stage("verifying the folder")
         with hashing(folder, contents(folder)) as files:
-            reread = read_model(folder, "auto" if expected is None else expected.dtype)
+            dtype = "auto" if expected is None else expected.dtype
+            reread = read_model(folder, dtype, model.allowed)
             if expected is None:
                 facts["tensor_proof"] = tensors.compare(reread, pieces, context.step)
             else:
@@ -340,6 +341,8 @@ def _take_over(folder: Path, order: _Order, generation: GenerationConfig | None)
     """
     source = _source_folder(order.model.source)
     copy_companions(source, folder)
+    for file in remote_code(order.model.config):
+        shutil.copyfile(file, folder / file.name)
     _renumber_alignment(folder / "generation_config.json", generation)
     inherit_metadata(source, folder, order.model.source)
     order.plan.write(folder / "plan.json")

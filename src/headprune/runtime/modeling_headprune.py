@@ -35,6 +35,7 @@ from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 SCHEMA = 1  # of config.headprune
+MODULE = "modeling_headprune"
 
 # what stands in its row of the family, and in that for one projection
 _ROW: dict[str, Any] = {

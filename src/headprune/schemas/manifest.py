@@ -16,7 +16,7 @@ from headprune.context import MadeBy
 from headprune.errors import CheckpointError
 from headprune.io.folders import digest_of
 from headprune.io.parsing import read_as
-from headprune.runtime import MANIFEST
+from headprune.runtime import MANIFEST, RUNTIME
 from headprune.schemas.plan import ModelIdentity, Shape
 from headprune.schemas.proofs import Proof, Sample, TensorProof
 from headprune.schemas.records import (
@@ -151,6 +151,12 @@ class Manifest(Recorded, LineageStep):
             exclude_none=True,
         )
         return digest_of(content)
+
+    @property
+    def brings_code(self) -> bool:
+        """True if the code of a custom model lies in the folder."""
+        code = (name for name in self.files if name.startswith("modeling_"))
+        return any(name != RUNTIME for name in code)
 
     @property
     def steps(self) -> tuple[LineageStep, ...]:

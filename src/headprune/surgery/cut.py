@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headprune.errors import HeadpruneWarning, PlanError
 from headprune.family import Family
 from headprune.model.attention import attention_of, family_of, fingerprint
+from headprune.model.batch import is_remote
 from headprune.model.loading import native_class
 from headprune.model.residency import present
 from headprune.runtime import modeling_headprune
@@ -329,7 +330,8 @@ def _replace(model: nn.Module, index_map: IndexMap) -> None:
 def _write_native_config(model: PreTrainedModel, cuts: Sequence[Cut], family: Family) -> None:
     config, own_layers = model.config, _has_own_layers(model.config)
     for attribute in ("headprune", "auto_map", "allow_global_per_layer_attribute_access"):
-        config.__dict__.pop(attribute, None)
+        if attribute != "auto_map" or not is_remote(type(config)):
+            config.__dict__.pop(attribute, None)
     if not own_layers:
         config.per_layer_config = None
     model.__class__ = native_class(type(model))
