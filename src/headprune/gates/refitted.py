@@ -105,7 +105,7 @@ def choose_and_refit(
 
 
 def best_first(scores: Float[Tensor, " units"], counts: Sequence[int]) -> Float[Tensor, " units"]:
-    """Return scores with the best unit of every module, of so many units, before all others."""
+    """Return scores with the best unit of every module before all others."""
     parts = scores.clone().split(list(counts))
     for part in parts:
         part[part.argmax()] += scores.max() - scores.min() + 1
