@@ -115,7 +115,7 @@ def train(folder: Path) -> Path:
             encoder_ffn_dim=192,
             decoder_ffn_dim=192,
             max_source_positions=50 * _SECONDS,
-            max_target_positions=16,
+            max_target_positions=64,
             suppress_tokens=None,
             begin_suppress_tokens=None,
             **ends,
