@@ -42,7 +42,7 @@ from headprune.model.reading import (
     read_record,
     refuse_damaged_json,
 )
-from headprune.model.recognition import row_of
+from headprune.model.recognition import named_class, row_of
 from headprune.model.refusals import (
     checked_description,
     conversion,
@@ -377,14 +377,7 @@ def native_of(config: PreTrainedConfig, auto_class: str | None = None) -> type[P
         raise CheckpointError(
             f"transformers has no class '{auto_class}'.{did_you_mean(auto_class, known)}"
         )
-    named = config.architectures
-    name = named[0] if isinstance(named, list) and named else None
-    native: Any = getattr(transformers, name, None) if isinstance(name, str) else None
-    if is_remote(type(config)):
-        of_config = modeling_headprune.auto_classes(type(config)).values()
-        native = next((cls for cls in of_config if cls.__name__ == name), None)
-    if not (isinstance(native, type) and issubclass(native, PreTrainedModel)):
-        native = None
+    native: Any = named_class(config)
     if auto_class is not None or native is None:
         mapping = getattr(transformers, auto_class or "AutoModel")._model_mapping
         if type(config) not in mapping:

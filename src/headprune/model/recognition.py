@@ -156,14 +156,18 @@ def _row(config: PreTrainedConfig) -> Family:
     return replace(row, native=True, fewer_kv_heads="native") if native else row
 
 
+def named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the class that a config names: of transformers, or of its own code."""
+    names = config.architectures
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    own = auto_classes(type(config)).values() if is_remote(type(config)) else ()
+    named = next((cls for cls in own if cls.__name__ == name), getattr(transformers, name, None))
+    return named if isinstance(named, type) and issubclass(named, PreTrainedModel) else None
+
+
 def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     """Return the class that a config names, or else that of its bare model."""
-    name = (config.architectures or [""])[0]
-    named: Any = getattr(transformers, name, None)
-    if is_remote(type(config)):
-        of_config = auto_classes(type(config)).values()
-        named = next((cls for cls in of_config if cls.__name__ == name), None)
-    if isinstance(named, type) and issubclass(named, PreTrainedModel):
+    if (named := named_class(config)) is not None:
         return named
     known: Any = next((each[type(config)] for each in _MAPPINGS if type(config) in each), None)
     cls: type[PreTrainedModel] | None = known[0] if isinstance(known, tuple) else known
