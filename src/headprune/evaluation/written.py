@@ -200,7 +200,7 @@ def write(
     side, tokenizer.padding_side = tokenizer.padding_side, "left" if continues else "right"
     if tokenizer.pad_token_id is None:
         batch_size = 1
-    how = _deterministic(model.generation_config, most)
+    how = _deterministic(model.generation_config, 1 + most)
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     texts: dict[int, str] = {}
     try:
@@ -213,8 +213,10 @@ def write(
                 truncation=True,
             )
             inputs = {n: batch[n] for n in ("input_ids", "attention_mask") if n in batch}
-            ids = model.generate(**on_device(model, inputs), generation_config=how)
-            ids = ids[:, inputs["input_ids"].shape[1] :] if continues else ids
+            length = inputs["input_ids"].shape[1] if continues else 0
+            if continues:
+                how.max_length = length + most
+            ids = model.generate(**on_device(model, inputs), generation_config=how)[:, length:]
             decoded = tokenizer.batch_decode(ids, skip_special_tokens=True)
             texts |= zip(some, decoded, strict=True)
             progress(len(texts), len(prompts))
@@ -233,7 +235,7 @@ def transcribe(
     progress: Progress = lambda done, total: None,
 ) -> list[str]:
     """Return the transcripts that a model writes of recordings; arguments as for ``write``."""
-    how, texts = _deterministic(model.generation_config, most), list[str]()
+    how, texts = _deterministic(model.generation_config, 1 + most), list[str]()
     total = len(recordings.table)
     for start in range(0, total, batch_size):
         numbers = range(start, min(start + batch_size, total))
@@ -247,5 +249,6 @@ def transcribe(
 def _deterministic(given: GenerationConfig | None, most: int) -> GenerationConfig:
     config = copy.deepcopy(given) if given is not None else GenerationConfig()
     config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
-    config.update(max_length=None, max_new_tokens=most)
+    # max_new_tokens would make transformers warn of its own default for max_length
+    config.update(max_length=most, max_new_tokens=None)
     return config
