@@ -19,7 +19,7 @@ from headprune.schemas.records import Contender, ModelChoice
 from headprune.surgery.edit import Edit, sketch, trying
 
 ORIGINAL = "original"
-_WORD_LOST = 0.1  # of perplexity; with some 70 words, more would weigh their chance
+_WORD_LOST = 0.1  # of perplexity; with some 50 words, more would weigh their chance
 Progress = Callable[[int, int], None]
 
 

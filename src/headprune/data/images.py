@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig
 from headprune.data.columns import label_texts
+from headprune.data.read import of_files, of_the_hub
 from headprune.data.sequences import Label
 from headprune.data.text import Collate, evenly
 from headprune.errors import DataError
@@ -95,7 +96,7 @@ def read_images(data: DataConfig) -> Images:
 
 
 def _of_folder(folder: Path) -> Dataset:
-    return datasets.load_dataset("imagefolder", data_dir=str(folder), split="train")
+    return of_files(sorted(file for file in folder.rglob("*") if file.is_file()), "imagefolder")
 
 
 def media_table(
@@ -113,10 +114,9 @@ def media_table(
         if place.is_dir() and not any(place.rglob("*.parquet")):
             return of_folder(place)
         if place.exists():
-            files = str(place) if place.is_file() else sorted(map(str, place.rglob("*.parquet")))
-            return datasets.load_dataset("parquet", data_files=files, split="train")
-        path, _, name = data.source.partition(":")
-        return datasets.load_dataset(path, name or None, split=data.split)
+            files = [place] if place.is_file() else sorted(place.rglob("*.parquet"))
+            return of_files(files, "parquet")
+        return of_the_hub(data)
     except Exception as error:  # builders raise whatever their parser raises
         first = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise DataError(

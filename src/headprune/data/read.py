@@ -316,7 +316,7 @@ def _files(data: DataConfig) -> list[Path]:
 
 def _table(files: list[Path], builder: str | None, data: DataConfig) -> Dataset:
     try:
-        return _of_the_hub(data) if builder is None else _of_files(files, builder)
+        return of_the_hub(data) if builder is None else of_files(files, builder)
     except (DataError, MemoryError):
         raise
     except Exception as error:  # builders raise whatever their parser raises
@@ -330,7 +330,7 @@ def _table(files: list[Path], builder: str | None, data: DataConfig) -> Dataset:
         raise DataError(f"datasets could not read '{data.source}': {reason}") from None
 
 
-def _of_files(files: list[Path], builder: str) -> Dataset:
+def of_files(files: list[Path], builder: str) -> Dataset:
     """Return the rows of files, in a temporary file that has lost its name.
 
     The cache of datasets is not used: it misses changes that keep a file's name and time.
@@ -386,7 +386,12 @@ def _separator(file: Path) -> str | None:
     return max(",;\t|", key=first.count)  # the comma, where there is none
 
 
-def _of_the_hub(data: DataConfig) -> Dataset:
+def of_the_hub(data: DataConfig) -> Dataset:
+    """Return the rows of a data set of the hub.
+
+    Raises:
+        DataError: If there is none of that name, and the hub cannot be asked.
+    """
     path, _, name = data.source.partition(":")
     try:
         with hub.asked_once(path):
