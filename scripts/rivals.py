@@ -121,7 +121,7 @@ def mean_for_gone(
         bias = torch.einsum("hod,hd,h->o", heads, mean, (gate == 0).float())
 
         def hook(module: nn.Module, args: object, output: Tensor, bias: Tensor = bias) -> Tensor:
-            return output + bias
+            return output + bias.to(output.dtype)
 
         handles.append(attention.output_projection.register_forward_hook(hook))
     return gates, _Handles(handles)

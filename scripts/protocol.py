@@ -1,0 +1,501 @@
+"""The protocol of published numbers: its texts, its measures, and what may be published.
+
+    python scripts/protocol.py configs/bench/smollm2-heads.yaml --texts FOLDER --work FOLDER
+
+A row of a config names a method and, in ``tries``, settings to choose among. All are made from the
+first sample, and measured on the development texts: the last quarter of WikiText-2 valid, and UD
+English EWT. The best is published: made from three samples, which are the other quarters, and
+measured on WikiText-2 test, whole, and on Brown. Every number goes into
+docs/benchmarks/results.json, and what is there is not measured again. ``--page`` writes the tables.
+
+Perplexity is that of the published code: rows joined by two newlines, windows without overlap, the
+mean over their predicted tokens. Tasks are run by lm-eval on files that are made of Brown: the last
+word of a passage, and its last sentence among four. Weights are cut in float32, and measured in
+bfloat16, as is the original.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import itertools
+import json
+import math
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+import yaml
+from datasets import Dataset
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from transformers import PreTrainedModel
+
+import headprune
+from headprune import from_pretrained
+from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig, ScoreConfig
+from headprune.data.batches import calibration
+from headprune.data.passages import passage_words, passages
+from headprune.data.read import read_examples
+from headprune.data.text import Sequences, evenly
+from headprune.evaluation.quality import causal_losses
+from headprune.evaluation.tasks import task_scores
+from headprune.evidence.recall import needed
+from headprune.evidence.score import gather, scores_of
+from headprune.model.answers import answered
+from headprune.model.attention import attention_of
+from headprune.model.gating import fixed, gated
+from headprune.model.loading import load_tokenizer
+from headprune.planning.allocation import PerModule, allocate
+from headprune.planning.choice import equal_shares
+from headprune.tensors.units import Unit
+from rivals import CUTTERS, RIVALS, taylor
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS, RESULTS = ROOT / "configs" / "bench", ROOT / "docs" / "benchmarks" / "results.json"
+SAMPLES = 3
+LONG, SHORT = 2_048, 128  # tokens of a window; the second is the habit of FLAP and LLM-Pruner
+WINDOWS = 20  # of 2,048 tokens, of texts that are not read whole
+PASSAGES = 400
+OURS = ("prune", "convert_gqa", "compress")
+
+console = Console(highlight=False)
+
+
+class ProtocolError(Exception):
+    """A number that the protocol does not publish."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A file under ``--texts``, with the sha256 of its unpacked bytes."""
+
+    file: str
+    sha256: str
+
+    def read(self, folder: Path) -> str:
+        """Return the text.
+
+        Raises:
+            ProtocolError: If it is another one.
+        """
+        content = gzip.decompress((folder / self.file).read_bytes())
+        if hashlib.sha256(content).hexdigest() != self.sha256:
+            raise ProtocolError(f"'{folder / self.file}' is not the text of the protocol.")
+        return content.decode()
+
+
+VALID = Text(
+    "wikitext2/tokenised/valid.txt.gz",
+    "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+)
+EWT = Text(
+    "ud_english_ewt/en_ewt-ud-dev.conllu.gz",
+    "531a54ff90d6ab12201c5a50c3e78e6ddac4de69abc4bce5d275d3cd29efe2b6",
+)
+WIKITEXT = Text(
+    "wikitext2/raw/wiki.test.raw.gz",
+    "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08",
+)
+BROWN = Text(
+    "brown/brown.txt.gz", "2711048c199c5c0dcd5205028129c4bb150dca48a9034c1502bbf4a13fddc819"
+)
+
+
+class Strict(BaseModel):
+    """Refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Row(Strict):
+    """A row of a table.
+
+    Attributes:
+        name: Its name.
+        method: A command of headprune, a rival of ``rivals.py``, or "original".
+        settings: Arguments of the command, or ``keep`` of a rival.
+        tries: Further settings, of which the best on the development texts are published.
+        short: Whether windows of 128 tokens are measured too.
+    """
+
+    name: str
+    method: str
+    settings: dict[str, Any] = {}
+    tries: tuple[dict[str, Any], ...] = ({},)
+    short: bool = False
+
+
+class Config(Strict):
+    """The rows of a table, and a sentence about them."""
+
+    model: str
+    title: str
+    tokens: int = 16_384
+    seq_len: int = 512
+    rows: tuple[Row, ...]
+
+
+class Result(Strict):
+    """Numbers of a row, made from a sample of the calibration text.
+
+    Attributes:
+        table: Name of the config.
+        row: Name of the row.
+        sample: Number of the sample.
+        settings: All settings, the chosen ones among them.
+        tried: Development score of each of several tries.
+        seconds: Time to make it.
+        numbers: By name.
+        headprune: Version.
+        model_sha256: Of the original's weights.
+    """
+
+    table: str
+    row: str
+    sample: int
+    settings: dict[str, Any]
+    tried: tuple[float, ...] = ()
+    seconds: float
+    numbers: dict[str, float]
+    headprune: str
+    model_sha256: str
+
+
+class Results(Strict):
+    """All published numbers, by the sha256 of the texts they were measured on."""
+
+    texts: dict[str, str]
+    results: tuple[Result, ...] = ()
+
+    @classmethod
+    def read(cls) -> Results:
+        """Return those on disk.
+
+        Raises:
+            ProtocolError: If they are of other texts.
+        """
+        texts = {text.file: text.sha256 for text in (VALID, EWT, WIKITEXT, BROWN)}
+        if not RESULTS.exists():
+            return cls(texts=texts)
+        stored = cls.model_validate_json(RESULTS.read_text())
+        if stored.texts != texts:
+            raise ProtocolError(f"'{RESULTS.name}' is of other texts than the protocol's.")
+        return stored
+
+    def get(self, table: str, row: str, sample: int) -> Result | None:
+        """Return a result; None if it was not measured."""
+        wanted = (table, row, sample)
+        return next((r for r in self.results if (r.table, r.row, r.sample) == wanted), None)
+
+    def write_with(self, result: Result) -> Results:
+        """Write and return all of them and another."""
+        more = self.model_copy(update={"results": (*self.results, result)})
+        RESULTS.write_text(more.model_dump_json(indent=1) + "\n")
+        return more
+
+
+def read_config(file: Path) -> Config:
+    """Read a config, which must lie in configs/bench.
+
+    Raises:
+        ProtocolError: If it lies elsewhere.
+    """
+    if file.resolve().parent != CONFIGS:
+        raise ProtocolError(f"'{file}' is not in configs/bench: its rows may not be published.")
+    return Config.model_validate(yaml.safe_load(file.read_text()))
+
+
+@dataclass(frozen=True)
+class Made:
+    """A smaller model: a folder, or a model that runs with gates in a context."""
+
+    net: PreTrainedModel
+    context: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+
+class Bench:
+    """A model, the texts, and everything that is measured on them."""
+
+    def __init__(self, config: Config, model: str, texts: Path, work: Path) -> None:
+        self.config, self.model, self.work = config, model, work
+        self.tokenizer = load_tokenizer(model)
+        quarters = _quarters(VALID.read(texts))
+        self.calibration = [_written(work / f"sample{k}.txt", quarters[k]) for k in range(SAMPLES)]
+        self._develop = (quarters[SAMPLES], _sentences_of(EWT.read(texts)))
+        self._wikitext = _as_published(WIKITEXT.read(texts))
+        lines = [line for line in BROWN.read(texts).splitlines() if not line.startswith("###")]
+        self._brown = "\n".join(lines)
+        self._tasks = _tasks(lines, work)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Digest of the original's weights."""
+        return hashlib.sha256((Path(self.model) / "model.safetensors").read_bytes()).hexdigest()
+
+    def develop(self, made: Made) -> float:
+        """Return the mean loss on the development texts, in nats."""
+        with _measured(made) as net:
+            losses = [self._nll(net, text, 512, 2 * WINDOWS) for text in self._develop]
+        return sum(losses) / len(losses)
+
+    def publish(self, made: Made, short: bool) -> dict[str, float]:
+        """Return the numbers that are published."""
+        with _measured(made) as net:
+            numbers = {
+                "wikitext2": math.exp(self._nll(net, self._wikitext, LONG)),
+                "brown": math.exp(self._nll(net, self._brown, LONG, WINDOWS)),
+                "passage_words": float(answered(net, self._needed, 8).mean()),
+            }
+            if short:
+                numbers["wikitext2_128"] = math.exp(self._nll(net, self._wikitext, SHORT))
+            scored, _ = task_scores(net, self.tokenizer, self._evaluation)
+        numbers |= {one.name.partition(":")[0]: one.value for one in scored}
+        return numbers
+
+    @property
+    def _evaluation(self) -> EvaluateConfig:
+        return EvaluateConfig(tasks=tuple(map(str, self._tasks)), batch_size=8, resamples=10)
+
+    @cached_property
+    def _needed(self) -> list[Any]:
+        """The words of Brown that only the passage tells the original."""
+        file = _written(self.work / "brown.txt", self._brown)
+        examples = read_examples(DataConfig(source=str(file)))
+        words = passage_words(examples, PASSAGES, self.tokenizer, LONG)
+        with _measured(Made(from_pretrained(self.model, dtype="float32"))) as net:
+            return needed(net, words, 8)
+
+    def _nll(
+        self, net: PreTrainedModel, text: str, length: int, windows: int | None = None
+    ) -> float:
+        ids = self._ids(text)
+        count = len(ids) // length
+        starts = [length * n for n in (range(count) if windows is None else evenly(count, windows))]
+        rows = Dataset.from_dict({"input_ids": [ids[at : at + length] for at in starts]})
+        losses = causal_losses(net, rows, self.tokenizer, max(1, LONG // length))
+        return float(losses.nll_nats.sum() / losses.tokens.sum())
+
+    @cache  # noqa: B019  # one bench a run
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        return ids
+
+    def make(self, row: Row, more: dict[str, Any], sample: int) -> Made:
+        """Make a row's model from a sample."""
+        settings, text = {**row.settings, **more}, str(self.calibration[sample])
+        if row.method in OURS:
+            return Made(from_pretrained(self._by_command(row.method, settings, text)))
+        net = from_pretrained(self.model, dtype="float32").requires_grad_(False)
+        if row.method == "original":
+            return Made(net)
+        amount = CalibrationConfig(
+            calibration_tokens=self.config.tokens, seq_len=self.config.seq_len
+        )
+        some = calibration(net, self.tokenizer, DataConfig(source=text), amount, "bench").fit
+        if row.method in CUTTERS:
+            gates, context = CUTTERS[row.method](net, attention_of(net), settings["keep"], some)
+        else:
+            gates, context = self._by_rival(net, row.method, settings, text, some)
+        return Made(net, _both(context, gated(attention_of(net), fixed(gates))))
+
+    def _by_command(self, command: str, settings: dict[str, Any], text: str) -> Path:
+        out = self.work / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        amount = {"calibration_tokens": self.config.tokens}
+        if command == "prune":
+            scores = self.work / "scores"
+            own = {name: value for name, value in settings.items() if name in ("unit", "criterion")}
+            of_cut = {n: value for n, value in settings.items() if n not in own}
+            headprune.score(self.model, scores, data=text, **own, **amount, overwrite=True)
+            headprune.prune(self.model, out, scores=scores, **of_cut)
+        elif command == "convert_gqa":
+            given = {} if settings.get("merge") == "mean" else {"calibrate": text, **amount}
+            steps = settings.pop("heal_steps", None)
+            headprune.convert_gqa(self.model, out, **settings, **given)
+            if steps:
+                cut = out.rename(self.work / "cut")
+                headprune.heal(cut, out, teacher=self.model, data=text, steps=steps)
+                shutil.rmtree(cut)
+        else:
+            headprune.compress(self.model, out, data=text, **settings)
+        return out
+
+    def _by_rival(
+        self, net: PreTrainedModel, name: str, settings: dict[str, Any], text: str, some: Sequences
+    ) -> tuple[list[torch.Tensor], AbstractContextManager[Any]]:
+        rival, attentions = RIVALS[name], attention_of(net)
+        heads = [a.query_heads for a in attentions]
+        needed_by = rival.criterion if rival.criterion != "taylor" else "fluctuation"
+        evidence = gather(
+            net, attentions, ScoreConfig(criterion=(needed_by,), unit=Unit.HEAD), some
+        )
+        if rival.criterion == "taylor":
+            values = torch.cat(taylor(net, attentions, some))
+        else:
+            values = scores_of(rival.criterion, evidence, attentions, Unit.HEAD)
+        if settings.get("normalised", rival.normalised):
+            values = torch.cat([part / part.norm() for part in values.split(heads)])
+        count = round(settings["keep"] * sum(heads))
+        shares = equal_shares(attentions, Unit.HEAD, count, 0) if settings["even"] else None
+        kept = allocate(
+            attentions,
+            Unit.HEAD,
+            values.tolist(),
+            None if shares is not None else count,
+            PerModule(shares),
+        )
+        mask = torch.zeros(sum(heads))
+        mask[kept] = 1.0
+        gates = list(mask.split(heads))
+        if rival.compensate is None:
+            return gates, nullcontext()
+        return rival.compensate(net, attentions, gates, some, evidence)
+
+
+@contextmanager
+def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with contexts[0], contexts[1]:
+        yield
+
+
+@contextmanager
+def _measured(made: Made) -> Iterator[PreTrainedModel]:
+    """Yield a model in bfloat16, in its context."""
+    with made.context:
+        yield made.net.to(torch.bfloat16).eval()
+
+
+def _quarters(text: str) -> list[str]:
+    lines = text.splitlines(keepends=True)
+    bounds = [len(lines) * k // (SAMPLES + 1) for k in range(SAMPLES + 2)]
+    return ["".join(lines[a:b]) for a, b in itertools.pairwise(bounds)]
+
+
+def _as_published(text: str) -> str:
+    """Join rows by two newlines, as of the data set on the hub: each ends with a newline."""
+    rows = text.removesuffix("\n").split("\n")
+    return "\n\n".join(f"{row}\n" if row.strip() else "" for row in rows)
+
+
+def _sentences_of(conllu: str) -> str:
+    marked = "# text = "
+    lines = conllu.splitlines()
+    return "\n".join(line.removeprefix(marked) for line in lines if line.startswith(marked))
+
+
+def _written(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def _tasks(lines: list[str], work: Path) -> list[Path]:
+    """Write two tasks of lm-eval: last words of passages, and their last sentences among four."""
+    whole = passages(lines, PASSAGES)
+    words = [{"context": one.context, "answer": one.word} for one in whole]
+    draw, endings = random.Random(0), []
+    for one in whole[::2]:
+        others = draw.sample([other for other in whole if other is not one], 3)
+        choices = [f"{each.sentence} {each.word}" for each in (*others, one)]
+        order = draw.sample(range(4), 4)
+        start = one.context.removesuffix(one.sentence).strip()
+        label = order.index(3)
+        endings.append({"context": start, "choices": [choices[k] for k in order], "label": label})
+    shared = {"test_split": "test", "metadata": {"version": 1}, "dataset_path": "json"}
+    of = {
+        "last_word": (
+            words,
+            {
+                "output_type": "loglikelihood",
+                "doc_to_text": "{{context}}",
+                "doc_to_target": " {{answer}}",
+                "metric_list": [{"metric": "acc", "aggregation": "mean"}],
+            },
+        ),
+        "endings": (
+            endings,
+            {
+                "output_type": "multiple_choice",
+                "doc_to_text": "{{context}}",
+                "doc_to_choice": "{{choices}}",
+                "doc_to_target": "{{label}}",
+                "metric_list": [{"metric": "acc_norm", "aggregation": "mean"}],
+            },
+        ),
+    }
+    files = []
+    for name, (rows, how) in of.items():
+        data = _written(work / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        given = {"task": name, "dataset_kwargs": {"data_files": {"test": str(data)}}}
+        files.append(_written(work / f"{name}.yaml", yaml.safe_dump({**given, **shared, **how})))
+    return files
+
+
+def main(
+    config: Annotated[Path, typer.Argument(help="Rows, in configs/bench.")],
+    model: Annotated[str, typer.Option(help="Folder of the model.")],
+    texts: Annotated[Path, typer.Option(help="Folder of the texts.")],
+    work: Annotated[Path, typer.Option(help="Folder for what is made on the way.")],
+    row: Annotated[str | None, typer.Option(help="Only this row.")] = None,
+    samples: Annotated[int, typer.Option(help="Samples to measure.")] = SAMPLES,
+) -> None:
+    """Measure the rows that are not in results.json yet."""
+    try:
+        table, rows = config.stem, read_config(config)
+        results = Results.read()
+        bench = Bench(rows, model, texts, work)
+        for stored in results.results:
+            if stored.table == table and stored.model_sha256 != bench.sha256:
+                raise ProtocolError(f"'{model}' is not the model of '{table}' in results.json.")
+    except ProtocolError as error:
+        console.print(f"[red]Error:[/red] {error}")
+        raise typer.Exit(2) from None
+    todo = [
+        (one, sample)
+        for sample in range(samples)
+        for one in rows.rows
+        if row in (None, one.name) and not (sample and one.method == "original")
+    ]
+    for number, (one, sample) in enumerate(todo, 1):
+        if results.get(table, one.name, sample) is not None:
+            continue
+        console.print(f"{number}/{len(todo)} {one.name}, sample {sample}")
+        first = results.get(table, one.name, 0)
+        tried: tuple[float, ...] = ()
+        if first is not None:
+            chosen = {n: v for n, v in first.settings.items() if n not in one.settings}
+        else:
+            if len(one.tries) > 1:
+                tried = tuple(bench.develop(bench.make(one, each, 0)) for each in one.tries)
+            chosen = one.tries[tried.index(min(tried))] if tried else one.tries[0]
+        began = time.monotonic()
+        made = bench.make(one, chosen, sample)
+        seconds = round(time.monotonic() - began, 1)
+        numbers = {n: round(v, 5) for n, v in bench.publish(made, one.short).items()}
+        console.print(f"  {chosen} {seconds:.0f} s {numbers}")
+        results = Results.read().write_with(
+            Result(
+                table=table,
+                row=one.name,
+                sample=sample,
+                settings={**one.settings, **chosen},
+                tried=tried,
+                seconds=seconds,
+                numbers=numbers,
+                headprune=headprune.__version__,
+                model_sha256=bench.sha256,
+            )
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)
