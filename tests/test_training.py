@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from functools import partial
 from itertools import product
@@ -13,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from headprune import from_pretrained
+from headprune import from_pretrained, packages, training
 from headprune.config import DataConfig, Method, Objective, Resuming, Train, TrainGatesConfig
 from headprune.context import Context
 from headprune.distillation.trainer import HealedModel
@@ -587,3 +588,33 @@ def test_every_module_keeps_its_best_unit_where_it_must() -> None:
     assert keep_best(best_first(scores, [3, 2, 2]).tolist(), sizes, 3) == [0, 4, 5]
     assert keep_best(best_first(scores, [3, 2, 2]).tolist(), sizes, 4) == [0, 1, 4, 5]
     assert scores.tolist() == [9, 8, 7, 1, 2, 3, 0]
+
+
+class Dashboard(TrainerCallback):
+    """Keeps what a dashboard would show."""
+
+    shown: list[tuple[int, dict[str, Any]]] = []  # noqa: RUF012  # emptied by the test
+    logging_dir: str | None = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.shown.append((state.global_step, logs))
+
+
+def test_a_dashboard_gets_the_numbers_of_every_step(
+    llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(training.INTEGRATION_TO_CALLBACK, "wandb", Dashboard)
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    with pytest.raises(HeadpruneError, match="--report-to wandb needs wandb: pip install wandb"):
+        run(llama_folder, text_file, tmp_path / "gates", steps=3, report_to="wandb")
+    assert not list(tmp_path.glob("gates*"))
+    monkeypatch.undo()
+    monkeypatch.setitem(training.INTEGRATION_TO_CALLBACK, "wandb", Dashboard)
+    monkeypatch.setattr(training, "refuse_missing", lambda what, name: None)
+    Dashboard.shown.clear()
+    result = run(llama_folder, text_file, tmp_path / "gates", steps=3, report_to="wandb")
+    steps = [(step, logs["loss"]) for step, logs in Dashboard.shown if "expected_heads" in logs]
+    lines = (result.output / "history.jsonl").read_text().splitlines()
+    recorded = [(r["step"], r["loss"]) for r in map(json.loads, lines)]
+    assert [step for step, _ in steps] == [1, 2, 3]
+    assert steps == recorded

@@ -60,6 +60,11 @@ class Run:
         """The folder of checkpoints."""
         return self.folder / CHECKPOINTS
 
+    @property
+    def logs(self) -> Path:
+        """The folder of TensorBoard's files, which stays."""
+        return self.folder.with_name(f"{self.folder.name.removesuffix(_SUFFIX)}-runs")
+
     def check(self, rerun: Resuming) -> None:
         """Refuse a run that cannot be begun or resumed.
 

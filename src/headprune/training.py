@@ -28,17 +28,21 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     Trainer,
     TrainerCallback,
+    TrainerControl,
     TrainerState,
     TrainingArguments,
 )
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from headprune import devices, processes
+from headprune.config.stages import Reporter
 from headprune.errors import CheckpointError, HeadpruneError, Interrupted, TrainingError
 from headprune.io.streaming import bytes_of, header
 from headprune.io.writing import write_whole
 from headprune.model.losses import LossModule
 from headprune.model.placement import is_sharded
+from headprune.packages import refuse_missing
 from headprune.resuming import HISTORY, STATE, Run, unwritable
 from headprune.tensors.shards import own_part, split_as, whole
 
@@ -315,12 +319,12 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         due = due or state.global_step % self.every == 0
         if not due and (processes.count() > 1 or not self.should_stop()):
             return
-        self._take(state)
+        self._take(state, control)
         (stop,) = processes.mean([float(self.should_stop())])
         if stop:
             self.interrupted = control.should_save = control.should_training_stop = True
 
-    def _take(self, state: TrainerState) -> None:
+    def _take(self, state: TrainerState, control: TrainerControl) -> None:
         """Take pending numbers from the device, all at once, and report the last step."""
         records, self.pending = self.pending, []
         places = [(r, n) for r in records for n, value in r.items() if isinstance(value, Tensor)]
@@ -335,10 +339,27 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
         self.trainer.last_loss = losses[-1]
         if processes.is_main():
             self.step(state.global_step, state.max_steps, self.numbers(records[-1]))
+        shown = {n: v for n, v in records[-1].items() if n not in ("step", "steps")}
+        self.trainer.callback_handler.on_log(self.trainer.args, state, control, shown)
+
+
+def refuse_missing_reporter(reporter: Reporter) -> None:
+    """Refuse a dashboard whose package is not installed, before any work.
+
+    Raises:
+        HeadpruneError: Saying how to install it.
+    """
+    if reporter is not Reporter.NONE:
+        refuse_missing(f"--report-to {reporter.value}", reporter.value)
 
 
 def train(
-    trainer: ResumableTrainer, run: Run, callback: HistoryCallback, resume: bool, again: str
+    trainer: ResumableTrainer,
+    run: Run,
+    callback: HistoryCallback,
+    reporter: Reporter,
+    resume: bool,
+    again: str,
 ) -> None:
     """Train to the last step.
 
@@ -346,6 +367,7 @@ def train(
         trainer: The trainer, new.
         run: Holds the checkpoints.
         callback: Keeps the history.
+        reporter: Dashboard that gets the numbers of a step.
         resume: Start from the newest checkpoint, if there is one.
         again: Advice on resuming.
 
@@ -355,6 +377,11 @@ def train(
         TrainingError: If a number is not finite.
     """
     trainer.add_callback(callback)
+    if reporter is not Reporter.NONE:
+        shows = INTEGRATION_TO_CALLBACK[reporter.value]()
+        if reporter is Reporter.TENSORBOARD:
+            shows.logging_dir = str(run.logs)
+        trainer.add_callback(shows)
     checkpoint = processes.on_main(run.newest) if resume else None
     try:
         trainer.train() if checkpoint is None else trainer.resume(checkpoint)

@@ -44,6 +44,7 @@ def heal(
     batch_size: o.BatchSize = 4,
     seq_len: o.TrainSeqLen = 256,
     learning_rate: o.LearningRate | None = None,
+    report_to: o.ReportTo = "none",
     shard: o.Shard = False,
     out_dtype: o.Dtype = "auto",
     resume: o.Resume = False,
@@ -79,6 +80,7 @@ def heal(
         out_dtype=out_dtype,
         seed=seed,
         save_every=save_every,
+        report_to=report_to,
     )
     source = data_config(data, text_column, label_column)
     resuming = Resuming(overwrite=overwrite, resume=resume)

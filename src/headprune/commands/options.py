@@ -86,6 +86,10 @@ Steps = Annotated[values.Steps, option("Optimiser steps.")]
 BatchSize = Annotated[values.Few, option("Sequences per step, of all processes.", panel=TRAINING)]
 LearningRate = Annotated[values.Positive, option("Peak learning rate.", panel=TRAINING)]
 TrainSeqLen = Annotated[values.Length, option("Tokens per sequence.", panel=TRAINING)]
+ReportTo = Annotated[
+    Literal["none", "tensorboard", "wandb", "trackio"],
+    option("Dashboard of the steps; tensorboard writes to OUTPUT-runs.", panel=TRAINING),
+]
 Shard = Annotated[bool, option("Split layers over the processes of torchrun.", panel=TRAINING)]
 
 # ---- the machine

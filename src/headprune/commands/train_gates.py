@@ -73,6 +73,7 @@ def train_gates(
     dtype: o.Dtype = "auto",
     seed: Seed = 0,
     save_every: Steps | None = None,
+    report_to: o.ReportTo = "none",
     shard: o.Shard = False,
     resume: o.Resume = False,
     overwrite: o.Overwrite = False,
@@ -106,6 +107,7 @@ def train_gates(
         dtype=dtype,
         seed=seed,
         save_every=save_every,
+        report_to=report_to,
     )
     source = data_config(data, text_column, label_column)
     resuming = Resuming(overwrite=overwrite, resume=resume)

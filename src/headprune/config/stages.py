@@ -224,6 +224,15 @@ OF_L0 = (
 )
 
 
+class Reporter(str, Enum):
+    """Dashboard of a training."""
+
+    NONE = "none"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+
+
 class TrainGatesConfig(Settings):
     """Settings of gate training."""
 
@@ -249,6 +258,7 @@ class TrainGatesConfig(Settings):
     dtype: Dtype = Dtype.AUTO
     seed: Seed = 0
     save_every: Steps | None = None  # a tenth of the steps
+    report_to: Reporter = Reporter.NONE
 
     @model_validator(mode="after")
     def _fitting(self) -> TrainGatesConfig:
@@ -307,6 +317,7 @@ class HealConfig(Settings):
     out_dtype: Dtype = Dtype.AUTO
     seed: Seed = 0
     save_every: Steps | None = None  # a tenth of the steps
+    report_to: Reporter = Reporter.NONE
 
     @model_validator(mode="after")
     def _fitting_optimizer(self) -> HealConfig:

@@ -29,7 +29,13 @@ from headprune.result.folder import ModelFolder
 from headprune.result.write import Changes, Pruned, write
 from headprune.resuming import Run, claimed_run
 from headprune.schemas.records import Healing
-from headprune.training import HistoryCallback, stop_on_interrupt, train, training_arguments
+from headprune.training import (
+    HistoryCallback,
+    refuse_missing_reporter,
+    stop_on_interrupt,
+    train,
+    training_arguments,
+)
 
 _NO_BETTER = (
     "Healing brought the model no nearer to its teacher on text that it was not trained on: the "
@@ -105,6 +111,7 @@ def heal(
     run = Run.of(output, "heal", config, model=model, teacher=teacher, data=data)
     held_whole = nullcontext() if in_shards() else placing(Placement.WHOLE)
     with claimed_run(output, run, [model, teacher, data], rerun), held_whole:
+        refuse_missing_reporter(config.report_to)
         refuse_missing_file(data.source)
         if config.train is HealTrain.LORA:
             refuse_missing("--train lora", "peft")
@@ -167,7 +174,7 @@ def _trained(
     context.stage("healing")
     with stop_on_interrupt() as stopped:
         callback = HistoryCallback(trainer, context.step, stopped.is_set)
-        train(trainer, run, callback, resume, again)
+        train(trainer, run, callback, config.report_to, resume, again)
     step = trainer.take_best()
     after = trainer.held_out(pair.reported) if step else before
     pair.model.dtype = torch.float32  # for the proof

@@ -58,7 +58,12 @@ from headprune.placements import in_shards
 from headprune.resuming import CONFIG, Run, claimed_run
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import GatesMetadata, write_gates
-from headprune.training import stop_on_interrupt, train, training_arguments
+from headprune.training import (
+    refuse_missing_reporter,
+    stop_on_interrupt,
+    train,
+    training_arguments,
+)
 
 _AGAIN = "Continue with the same command and --resume."
 
@@ -114,6 +119,7 @@ def train_gates(
         context = context.unheard()
     run = Run.of(output, "train_gates", config, model=model, data=data)
     with claimed_run(output, run, [model, data], rerun):
+        refuse_missing_reporter(config.report_to)
         refuse_missing_file(data.source)
         refuse_unknown_kinds(config.attention)
         refuse_target(config.target_heads)
@@ -183,7 +189,7 @@ def _trained(
     context.stage("training")
     with gated(attentions, gates.source), stop_on_interrupt() as stopped:
         callback = GateCallback(trainer, context.step, stopped.is_set)
-        train(trainer, run, callback, resume, _AGAIN)
+        train(trainer, run, callback, config.report_to, resume, _AGAIN)
     return trainer
 
 
