@@ -77,6 +77,12 @@ def _each(values: Floats) -> Floats:
     return np.stack([values, np.ones_like(values)], axis=1)
 
 
+def _tags(model: Floats, original: Floats) -> Floats:
+    """Equal tags and all tags of every row; -1 pads rows."""
+    real = original >= 0
+    return np.stack([((model == original) & real).sum(1), real.sum(1)], axis=1).astype(float)
+
+
 def _errors(model: Floats, original: Floats) -> Floats:
     """Squared errors, and the squared errors of the original's mean."""
     spread = original - original.mean(0)
@@ -98,6 +104,7 @@ MEASURES = {
     "multi-label": Measure(
         "same labels", True, lambda model, original: _each((model == original).mean(1))
     ),
+    "token-classification": Measure("same tags", True, _tags),
     "regression": Measure("explained variance", True, _errors, _explained),
     "features": Measure(
         "similarity", True, lambda model, original: _each((model * original).sum(1))
@@ -229,6 +236,10 @@ class HeldOut:
         how = (net, rows, self.tokenizer, self.batch_size)
         if self.task in CLASSIFIERS:
             return quality.predictions(*how, progress=progress)
+        if self.task == "token-classification":
+            said = quality.tags(*how, progress=progress)
+            longest = max(map(len, said))
+            return np.array([[*row, *[-1.0] * (longest - len(row))] for row in said], np.float64)
         if self.task == "features":
             return quality.embeddings(*how, progress=progress)
         if self.task == "seq2seq-lm":

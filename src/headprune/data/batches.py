@@ -14,7 +14,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from datasets import Dataset, List
 from torch import Tensor
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, PreTrainedModel
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+)
 
 from headprune.config import (
     CalibrationConfig,
@@ -28,7 +33,13 @@ from headprune.data.audio import read_recordings, recording_rows, speech_of
 from headprune.data.images import image_rows, pixels_of, read_images
 from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import OF_SENTENCES, by_sentence
-from headprune.data.sequences import Label, packed_sequences, tokenized_rows, translation_rows
+from headprune.data.sequences import (
+    Label,
+    packed_sequences,
+    tagged_rows,
+    tokenized_rows,
+    translation_rows,
+)
 from headprune.data.text import Collate, Text, cut, lengths, longest_of
 from headprune.data.tokens import around, refuse_beyond
 from headprune.errors import DataError
@@ -122,6 +133,9 @@ def batches(
     if task == "seq2seq-lm":
         rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
         collator: Any = pairs_of(net, tokenizer)
+    elif task == "token-classification" and objective is Objective.TASK:
+        rows = tagged_rows(examples, tokenizer, seq_len, label_reader(net), vocabulary)
+        collator = DataCollatorForTokenClassification(_padding(tokenizer, net))
     else:
         labelled = objective is Objective.TASK and data.label_column is not None
         read_label = label_reader(net, examples.labels or ()) if labelled else None
@@ -333,6 +347,8 @@ def label_reader(net: PreTrainedModel, column: Iterable[str] = ()) -> Callable[[
     if task == "multi-label":
         forms = {_is_flags(label, ids) for label in (column if len(ids) == 2 else ())} - {None}
         return partial(_yes_or_no, label_ids=ids, flags=forms.pop() if len(forms) == 1 else None)
+    if task == "token-classification":
+        return partial(_tags, label_ids=ids)
     if task != "regression":
         return partial(_label_id, label_ids=ids)
     if net.config.num_labels != 1:
@@ -380,6 +396,10 @@ def _yes_or_no(label: str, label_ids: dict[str, int], flags: bool | None) -> lis
         return [float(part) for part in parts]
     holding = {_label_id(part, label_ids) for part in parts if part}
     return [float(number in holding) for number in range(len(label_ids))]
+
+
+def _tags(label: str, label_ids: dict[str, int]) -> list[int]:
+    return [_label_id(tag, label_ids) for tag in _parts(label, label_ids)]
 
 
 def _label_id(label: str, label_ids: dict[str, int]) -> int:

@@ -47,7 +47,9 @@ def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
         columns = ["text"]
     else:
         chats = [name for name in table.column_names if holds_chats(table, name)]
-        columns = chats[:1] or [name for name in strings if name != data.label_column]
+        words = [name for name in table.column_names if holds_words(table, name)]
+        single = words if len(words) == 1 else []
+        columns = chats[:1] or [n for n in strings if n != data.label_column] or single
         if not named and any(map(_is_no_name, table.column_names)):
             raise DataError(
                 f"'{data.source}' has no header row: its first row is "
@@ -59,7 +61,7 @@ def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
                 "with --text-column (of pairs both: --text-column SOURCE,TARGET)."
             )
     for column in columns:
-        if column not in strings and not holds_chats(table, column):
+        if not (column in strings or holds_chats(table, column) or holds_words(table, column)):
             raise DataError(
                 f"The column '{column}' of '{data.source}' holds no text. Columns of text: "
                 f"{', '.join(strings) or 'none'}; see --text-column."
@@ -82,6 +84,11 @@ def holds_chats(table: Dataset, column: str) -> bool:
     """Return whether a column holds lists of messages."""
     message = getattr(table.features[column], "feature", None)
     return isinstance(message, dict) and bool({"content", "value"} & message.keys())
+
+
+def holds_words(table: Dataset, column: str) -> bool:
+    """Return whether a column holds lists of words."""
+    return getattr(getattr(table.features[column], "feature", None), "dtype", None) == "string"
 
 
 def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: Any, source: str) -> str:

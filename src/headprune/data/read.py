@@ -198,7 +198,7 @@ def read_examples(data: DataConfig, tokenizer: Any = None) -> Examples:
 
         def of_column(values: list[Any], column: str) -> list[str]:
             if column not in chats:
-                return values
+                return [" ".join(one) if isinstance(one, list) else one for one in values]
             return [chat_text(chat, tokenizer, data.source) for chat in values]
 
         def texts(batch: dict[str, list[Any]]) -> list[Any]:

@@ -9,7 +9,8 @@ from itertools import chain
 from headprune.data.read import Examples
 from headprune.model.loading import CLASSIFIERS, UNMEASURED
 
-OF_SENTENCES = (*CLASSIFIERS, "features", *UNMEASURED)  # tasks of models that read no running text
+# tasks of models that read no running text
+OF_SENTENCES = (*CLASSIFIERS, "token-classification", "features", *UNMEASURED)
 _END = re.compile(r"(?<=[.!?।])\s+|(?<=[。！？])|\n\s*\n")
 _SHORTEST, _LONGEST = 20, 1 << 16  # characters of a sentence
 _MEAN = 1_000  # characters of a sentence, at most, in a text that is made of sentences

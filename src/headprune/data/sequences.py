@@ -18,7 +18,7 @@ from headprune.data.text import evenly
 from headprune.data.tokens import Ids, Seen, around, token_ids
 from headprune.errors import DataError
 
-Label = int | float | list[float]
+Label = int | float | list[float] | list[int]
 _ROWS_AT_ONCE = 1000  # that are tokenized
 _CHARACTERS_AT_ONCE = 1 << 18  # of these rows
 _AT_ONCE = 1 << 18  # tokens that are held before sequences are written
@@ -174,6 +174,66 @@ def tokenized_rows(
     rows = stored(parts())
     seen.refuse(examples.strings())
     return rows
+
+
+def tagged_rows(
+    examples: Examples,
+    tokenizer: Any,
+    seq_len: int,
+    read_tags: Callable[[str], Label],
+    vocabulary: int | None = None,
+) -> Dataset:
+    """Tokenize sentences of tagged words, each cut off at ``seq_len``.
+
+    ``labels`` has the tag of a word at its first token, and -100 elsewhere.
+
+    Raises:
+        DataError: If a sentence has more or fewer tags than words, or the tokenizer does not say
+            where tokens stand.
+    """
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"Tags belong to words, and a {type(tokenizer).__name__} does not say where tokens "
+            "stand. Give the fast tokenizer (tokenizer.json)."
+        )
+    seen, tags = Seen(tokenizer, vocabulary), iter(examples.labels or ())
+
+    def parts() -> Iterator[dict[str, Any]]:
+        done = 0
+        for batch in _batched(examples.texts):
+            texts = [text for (text,) in batch]
+            options = {"truncation": True, "max_length": seq_len, "verbose": False}
+            rows = tokenizer(texts, return_offsets_mapping=True, **options)
+            places = rows.pop("offset_mapping")
+            seen.add_rows(rows["input_ids"])
+            labels = []
+            for number, (text, at) in enumerate(zip(texts, places, strict=True), done):
+                of_words = read_tags(next(tags))
+                count = len(text.split(" "))
+                if not isinstance(of_words, list) or len(of_words) != count:
+                    raise DataError(
+                        f"Row {number} (counted from 0) has {count} words and other than {count} "
+                        "tags: name columns of lists, of words without spaces and of their tags."
+                    )
+                labels.append(_at_first_tokens(text, at, of_words))
+            done += len(texts)
+            yield {**rows, "labels": labels}
+
+    rows = stored(parts())
+    seen.refuse(examples.strings())
+    return rows
+
+
+def _at_first_tokens(
+    text: str, places: Sequence[tuple[int, int]], of_words: Sequence[int]
+) -> list[int]:
+    """Return the number of each word at its first token; tokens stand at ``places``."""
+    labels, before = [], -1
+    for start, end in places:
+        word = text.count(" ", 0, end - 1) if end > start else -1  # -1: a special token
+        labels.append(-100 if word in (-1, before) else of_words[word])
+        before = max(before, word)
+    return labels
 
 
 def translation_rows(

@@ -57,6 +57,7 @@ from headprune.evaluation.report import (
     Report,
     Retrieval,
 )
+from headprune.evaluation.tagged import tag_columns
 from headprune.evaluation.tasks import task_scores
 from headprune.evaluation.written import scores, transcribe, write
 from headprune.evidence.recall import needed
@@ -232,6 +233,9 @@ def _columns(
     if task in LANGUAGE_MODELS:
         losses = quality.masked_losses(net, rows, tokenizer, size, config.seed, progress)
         return losses._asdict()
+    if task == "token-classification":
+        said = quality.tags(net, rows, tokenizer, size, progress)
+        return tag_columns(said, rows, net.config, loaded.nets[0].config)
     if task in CLASSIFIERS:
         images = domain.examples if isinstance(domain.examples, Images) else None
         pixels = None if images is None else pixels_of(images, tokenizer)

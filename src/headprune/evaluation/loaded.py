@@ -22,7 +22,7 @@ from headprune.data.images import Images, image_rows, read_images
 from headprune.data.passages import PassageWord, lines_of, passage_words, passages
 from headprune.data.read import Examples, read_examples, refuse_missing_file
 from headprune.data.sentences import by_sentence
-from headprune.data.sequences import tokenized_rows, translation_rows, windows
+from headprune.data.sequences import tagged_rows, tokenized_rows, translation_rows, windows
 from headprune.data.tokens import around, refuse_beyond
 from headprune.evaluation import probes
 from headprune.evaluation.comparison import Numbers
@@ -36,6 +36,7 @@ from headprune.evaluation.refusals import (
     refuse_other_tokenizer,
     refuse_unfit,
 )
+from headprune.evaluation.tagged import ENTITIES, TAGS, names_entities
 from headprune.evaluation.tasks import refuse_tasks
 from headprune.evaluation.written import references_of, refuse_metrics
 from headprune.model.answers import Prompt
@@ -143,6 +144,9 @@ class Loaded:
             return TokenLosses._fields
         if task in _COLUMNS:
             return _COLUMNS[task]
+        if task == "token-classification":
+            entities = names_entities(self.nets[0].config)
+            return (*TAGS, *ENTITIES) if entities else TAGS
         pairs = ("similarities", "scores") if are_pairs(domain.examples) else ()
         return (*pairs, "cosines") if len(self.nets) == 2 else pairs
 
@@ -296,6 +300,9 @@ def _rows(
         return windows(examples, tokenizer, seq_len, closed=closed, vocabulary=known, most=most)
     if task == "seq2seq-lm":
         return translation_rows(examples.spread(most), tokenizer, seq_len, known), None
+    if task == "token-classification":
+        some = examples.spread(most)
+        return tagged_rows(some, tokenizer, seq_len, label_reader(net), known), None
     some = by_sentence(examples).spread(most)
     if task in CLASSIFIERS:
         read_label = label_reader(net, examples.labels or ())

@@ -245,6 +245,22 @@ def micro_f1(label_hits: Floats, labels: Floats) -> Any:
 
 
 @metric(leads=True)
+def tag_accuracy(tag_hits: Floats, tags: Floats) -> Any:
+    """Share of words whose tag is predicted."""
+    return tag_hits.sum(-1) / tags.sum(-1)
+
+
+@metric(beside=True)
+def entity_f1(entity_counts: Floats) -> Any:
+    """F1 of whole entities of tags such as B-PER and I-PER, by seqeval.
+
+    ``entity_counts`` has right, predicted and true entities; shape (..., examples, 3).
+    """
+    right, said, true = np.moveaxis(entity_counts.sum(-2), -1, 0)
+    return np.where(said + true > 0, 2 * right / np.maximum(said + true, 1), 1.0)
+
+
+@metric(leads=True)
 def spearman(similarities: Floats, scores: Floats) -> Any:
     """Rank correlation of scores with similarities of sentence pairs, or with predictions."""
     return np.vectorize(rank_correlation, signature="(n),(n)->()")(similarities, scores)

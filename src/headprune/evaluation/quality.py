@@ -152,6 +152,28 @@ def predictions(
 
 
 @torch.no_grad()
+def tags(
+    model: PreTrainedModel,
+    rows: Dataset,
+    tokenizer: Any,
+    batch_size: int,
+    progress: Progress = lambda done, total: None,
+) -> list[NDArray[np.int64]]:
+    """Return the number of the class of every token, an array per row.
+
+    Raises:
+        DataError: If logits are not finite; names the row.
+    """
+    found: list[NDArray[np.int64]] = []
+    for batch in _padded(model, rows, tokenizer, batch_size, progress):
+        logits = _finite(model(**batch).logits.float().cpu(), "output for row")
+        lengths = map(len, rows[len(found) : len(found) + len(logits)]["input_ids"])
+        said = logits.argmax(-1).numpy()
+        found += [row[:length] for row, length in zip(said, lengths, strict=True)]
+    return found
+
+
+@torch.no_grad()
 def embeddings(
     model: PreTrainedModel,
     rows: Dataset,

@@ -13,6 +13,7 @@ from headprune.data.images import Images
 from headprune.data.read import Examples
 from headprune.data.tokens import around
 from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.evaluation.tagged import refuse_missing_seqeval
 from headprune.formats.format import is_exported, read_export
 from headprune.model.loading import CLASSIFIERS, UNMEASURED, class_ids, task_of
 
@@ -57,10 +58,12 @@ def refuse_unfit(
             "Evaluate it with a script of its task, or evaluate the model below its head: put the "
             "class that AutoModel gives into the config.json of a copy with drop_unexpected."
         )
-    if task in CLASSIFIERS and examples.labels is None:
+    if task in (*CLASSIFIERS, "token-classification") and examples.labels is None:
         raise DataError(
             f"A {kind} is evaluated on labelled examples ({task}): name the --label-column."
         )
+    if task == "token-classification":
+        refuse_missing_seqeval(nets[0].config)
     if task == "features" and not are_pairs(examples) and len(nets) == 1:
         raise DataError(
             "A model without a head is measured against its base (--against BASE), or on sentence "
@@ -88,7 +91,7 @@ def _refuse_unlike(
             f"'{names[0]}' ({kinds[0]}) and '{names[1]}' ({kinds[1]}) cannot be compared; "
             f"{_MADE_FROM}."
         )
-    if task_of(nets[0]) not in ("classification", "multi-label"):
+    if task_of(nets[0]) not in ("classification", "multi-label", "token-classification"):
         return
     ours, theirs = (class_ids(net.config) for net in nets)
     if differing := sorted(set(ours) ^ set(theirs)):

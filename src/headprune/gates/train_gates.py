@@ -286,7 +286,7 @@ def _objective(config: TrainGatesConfig, model: Model, data: DataConfig) -> Obje
     wanted = config.objective
     of_task = {"causal-lm": Objective.LM, "seq2seq-lm": Objective.LM, "masked-lm": Objective.MLM}
     natural = of_task.get(model.task, Objective.DISTILL)
-    if model.task in CLASSIFIERS and data.label_column:
+    if model.task in (*CLASSIFIERS, "token-classification") and data.label_column:
         natural = Objective.TASK
     possible = [natural, Objective.DISTILL]
     possible += [Objective.LM_DISTILL] if natural is Objective.LM else []

@@ -34,7 +34,6 @@ Modality = Literal["text", "images", "sound"]
 CLASSIFIERS: tuple[Task, ...] = ("classification", "multi-label", "regression")
 # tasks without a metric here; their heads can be matched to a teacher
 UNMEASURED: tuple[Task, ...] = (
-    "token-classification",
     "question-answering",
     "multiple-choice",
     "next-sentence",

@@ -1,0 +1,71 @@
+"""Tags of words: how many are right, and how many entities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from numpy.typing import NDArray
+from transformers import PreTrainedConfig
+
+from headprune.evaluation.metrics import Floats
+from headprune.model.loading import class_ids
+from headprune.packages import refuse_missing
+
+TAGS, ENTITIES = ("tag_hits", "tags"), ("entity_counts",)
+_ENTITY = ("B-", "I-", "E-", "S-", "L-", "U-")
+
+
+def names_entities(config: PreTrainedConfig) -> bool:
+    """Return whether tags mark entities: O, and others such as B-PER."""
+    names = class_ids(config)
+    return "O" in names and all(name == "O" or name.startswith(_ENTITY) for name in names)
+
+
+def refuse_missing_seqeval(config: PreTrainedConfig) -> None:
+    """Refuse to count entities without the package.
+
+    Raises:
+        HeadpruneError: Saying how to install it.
+    """
+    if names_entities(config):
+        refuse_missing("F1 of entities", "seqeval")
+
+
+def tag_columns(
+    said: Sequence[NDArray[np.int64]],
+    rows: Dataset,
+    config: PreTrainedConfig,
+    first: PreTrainedConfig,
+) -> dict[str, Floats]:
+    """Return, per sentence, the words with the right tag, all words, and counts of entities.
+
+    Args:
+        said: Numbers of the predicted tags, of all tokens.
+        rows: The sentences, with labels at the first token of every word.
+        config: That of the model.
+        first: That of the model whose classes number the labels.
+    """
+    ours, theirs = ({n: name for name, n in class_ids(each).items()} for each in (config, first))
+    hits, counts, entities = [], [], []
+    for predicted, labels in zip(said, rows["labels"], strict=True):
+        of_words = [place for place, label in enumerate(labels) if label != -100]
+        got = [ours[int(predicted[place])] for place in of_words]
+        wanted = [theirs[labels[place]] for place in of_words]
+        hits.append(sum(a == b for a, b in zip(got, wanted, strict=True)))
+        counts.append(len(wanted))
+        if names_entities(first):
+            entities.append(_entities(got, wanted))
+    columns: dict[str, Any] = dict(zip(TAGS, (hits, counts), strict=True))
+    if entities:
+        columns |= dict(zip(ENTITIES, [entities], strict=True))
+    return {name: np.array(column, np.float64) for name, column in columns.items()}
+
+
+def _entities(got: Sequence[str], wanted: Sequence[str]) -> tuple[int, int, int]:
+    from seqeval.metrics.sequence_labeling import get_entities
+
+    said, true = set(get_entities([*got])), set(get_entities([*wanted]))
+    return len(said & true), len(said), len(true)
