@@ -34,6 +34,7 @@ from headprune.errors import (
     ProofError,
     TrainingError,
 )
+from headprune.evaluation.written import write
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
@@ -419,6 +420,35 @@ def test_pairs_and_labels(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="5 rows, is held out, and 8 are needed"):
         compressed(classifier, [labelled], tmp_path / "c", keep=0.75, label_column="label")
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("case", ["marian", "llama-mha"])
+def test_a_metric_of_written_text_chooses(case: str, tmp_path: Path) -> None:
+    net, sources = tiny.model(case), [tiny.text(5 + n % 4, n) for n in range(96)]
+    texts = write(net, sources, tiny.tokenizer(), 8, 8)
+    rows = [f"{source}\t{text or 'x'}" for source, text in zip(sources, texts, strict=True)]
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("\n".join(["a\tb", *rows]) + "\n")
+    folder = tiny.save(net, tmp_path / "model")
+    how: dict[str, Any] = {"text_column": "a,b", "max_new_tokens": 8}
+    choice = compressed(folder, [pairs], tmp_path / "o", keep=0.5, metric="chrf", **how).choice
+    assert (choice.measure, choice.higher_is_better) == ("chrf", True)
+    # the references are the texts of the original
+    assert choice.original.chosen_by == choice.original.held_out == pytest.approx(100)
+    assert choice.chosen.held_out is not None and choice.chosen.held_out < 99
+    short = compressed(
+        folder, [pairs], tmp_path / "p", keep=0.5, metric="chrf", **{**how, "max_new_tokens": 2}
+    ).choice
+    assert short.original.chosen_by < 99
+
+
+def test_a_metric_that_cannot_choose_is_refused(data: list[Path], tmp_path: Path) -> None:
+    folder = tiny.save(tiny.model("bert-mlm"), tmp_path / "model")
+    with pytest.raises(HeadpruneError, match="--metric bleuu: .* chosen by one of .*Did you mean"):
+        compressed(folder, data, tmp_path / "out", keep=0.5, metric="bleuu")
+    with pytest.raises(DataError, match=r"written text, and this model \(masked-lm\) writes none"):
+        compressed(folder, data, tmp_path / "out", keep=0.5, metric="bleu")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def _warnings(result: Compressed | Outline | Curve) -> Iterable[str]:
     Panel.CUT,
     _show,
     warnings=_warnings,
-    needs=dict.fromkeys(("text_column", "label_column"), "data"),
+    needs={**dict.fromkeys(("text_column", "label_column"), "data"), "max_new_tokens": "metric"},
 )
 def compress(
     model: o.Model,
@@ -80,6 +80,11 @@ def compress(
     data: o.Domains = (),
     heal_steps: o.HealSteps | None = None,
     quick: Annotated[bool, o.option("Fit and judge on a quarter of the text.")] = False,
+    metric: Annotated[
+        str,
+        o.option("Metric of written text to choose by: bleu, rouge_l, exact_match, ..."),
+    ]
+    | None = None,
     targets: o.Engines = (),
     out_dtype: o.Dtype = "auto",
     dry_run: o.DryRun = False,
@@ -89,6 +94,7 @@ def compress(
     calibration_tokens: Tokens = 16_384,
     seq_len: Length = 2_048,
     held_out_tokens: Count = 16_384,
+    max_new_tokens: Count = 128,
     batch_size: Few = 4,
     text_column: str | None = None,
     label_column: str | None = None,
@@ -121,6 +127,8 @@ def compress(
             calibration_tokens=calibration_tokens,
             seq_len=seq_len,
             held_out_tokens=held_out_tokens,
+            metric=metric,
+            max_new_tokens=max_new_tokens,
             batch_size=batch_size,
             dtype=dtype,
             out_dtype=out_dtype,

@@ -18,7 +18,7 @@ from headprune.compression.candidates import (
     is_its_own,
 )
 from headprune.compression.goals import goal_of
-from headprune.compression.heldout import HeldOut
+from headprune.compression.heldout import HeldOut, Written
 from headprune.compression.selection import Selection
 from headprune.compression.tried import Tried, keep, kept
 from headprune.config import (
@@ -40,6 +40,7 @@ from headprune.errors import (
     Interrupted,
     PlanError,
 )
+from headprune.evaluation.written import COUNTED, refuse_metrics
 from headprune.io.outputs import whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
 from headprune.model.batch import most_tokens
@@ -47,6 +48,7 @@ from headprune.model.loading import CLASSIFIERS, UNMEASURED, task_of
 from headprune.model.open import Model, open_model
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.constraints import constraints_of
+from headprune.registry import did_you_mean
 from headprune.result.card import write_card
 from headprune.result.folder import ModelFolder
 from headprune.result.twins import refuse_unproven
@@ -135,6 +137,7 @@ def compress(
     data = data or {}
     for each in data.values():
         refuse_missing_file(each.source)
+    _refuse_metric(config.metric, context)
     inputs = (model, *(each.source for each in data.values()))
     if output is None:
         return _Compression(model, config, data, context).outline()
@@ -179,7 +182,7 @@ class _Compression:
         refuse_without_text(net, "compress")
         constraints_of(net, LayoutOption.PER_LAYER, config.targets)  # refuses what none takes
         task = task_of(net)
-        _refuse_unfit(task, list(data.values()))
+        _refuse_unfit(task, list(data.values()), config.metric)
         most = most_tokens(net.config, self.model.tokenizer) or config.seq_len
         read = min(config.seq_len, most)
         self.judged = min(read, _JUDGED)
@@ -216,6 +219,7 @@ class _Compression:
             self.judged,
             config.held_out_tokens,
             sequences_per_pass(config.batch_size, self.judged),
+            Written(config.metric, config.max_new_tokens) if config.metric else None,
         )
         self.context.stage("measuring the original")
         selection = Selection(self.model, held_out, self.context.step, self.goal)
@@ -381,12 +385,28 @@ def _left_out(proposal: Proposal) -> bool:
     return isinstance(done, Pruning) and done.refit_left_out is not None
 
 
-def _refuse_unfit(task: str, data: Sequence[DataConfig]) -> None:
+def _refuse_metric(metric: str | None, context: Context) -> None:
+    if metric is None:
+        return
+    if metric not in COUNTED:
+        raise HeadpruneError(
+            f"--metric {metric}: a compression is chosen by one of {', '.join(COUNTED)}."
+            f"{did_you_mean(metric, [*COUNTED])}"
+        )
+    refuse_metrics([metric], context.allowed)
+
+
+def _refuse_unfit(task: str, data: Sequence[DataConfig], metric: str | None) -> None:
     """Refuses text that a task cannot be learnt from.
 
     Raises:
-        DataError: If an encoder-decoder gets no pairs, or a classifier no labels.
+        DataError: If an encoder-decoder gets no pairs, a classifier no labels, or a metric no text.
     """
+    if metric is not None and task not in ("causal-lm", "seq2seq-lm"):
+        raise DataError(
+            f"--metric {metric} is of written text, and this model ({task}) writes none. Leave it "
+            "out."
+        )
     if task == "seq2seq-lm" and not (data and all(one.pairs for one in data)):
         raise DataError(
             "An encoder-decoder is compressed on pairs: give --data with text_column "

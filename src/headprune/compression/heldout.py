@@ -21,7 +21,8 @@ from headprune.data.text import HELD_OUT, evenly
 from headprune.data.tokens import around, token_ids
 from headprune.errors import DataError
 from headprune.evaluation import quality
-from headprune.evaluation.metrics import Floats
+from headprune.evaluation.metrics import METRICS, Floats
+from headprune.evaluation.written import references_of, scores, write
 from headprune.evidence.recall import FEWEST, PASSAGES, needed
 from headprune.model.answers import Prompt, answered
 from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
@@ -48,25 +49,26 @@ class Half:
 
 @dataclass(frozen=True)
 class Measure:
-    """The measure of a kind of model: a weighted mean over sequences.
+    """The measure of a kind of model, or a metric of what it writes.
 
     Attributes:
         name: Name of the number.
-        higher_is_better: Its direction; the original itself has 1.
-        rows: A sum and a weight of every sequence, from the outputs of model and original; see
+        higher_is_better: Its direction.
+        rows: What is counted of every sequence, from the outputs of model and original; see
             ``HeldOut.outputs``.
-        scale: Makes the number of the mean.
+        number: From such rows, of shape (sequences, counts), to the number.
     """
 
     name: str
     higher_is_better: bool
     rows: Callable[[Floats, Floats], Floats]
-    scale: Callable[[Any], Any] = np.asarray
+    number: Callable[[Floats], Any]
 
-    def number(self, rows: Floats) -> Any:
-        """The number of rows (..., sequences, 2)."""
-        sums = rows.sum(-2)
-        return self.scale(sums[..., 0] / sums[..., 1])
+
+def _mean(rows: Floats) -> Any:
+    """Return a weighted mean; rows have a sum and a weight each."""
+    sums = rows.sum(-2)
+    return sums[..., 0] / sums[..., 1]
 
 
 def _losses(model: Floats, original: Floats) -> Floats:
@@ -89,27 +91,38 @@ def _errors(model: Floats, original: Floats) -> Floats:
     return np.stack([((model - original) ** 2).sum(1), (spread**2).sum(1)], axis=1)
 
 
-def _explained(error: Any) -> Any:
-    return 1 - error
-
-
-_PERPLEXITY = Measure("perplexity ratio", False, _losses, np.exp)
+_PERPLEXITY = Measure("perplexity ratio", False, _losses, lambda rows: np.exp(_mean(rows)))
 MEASURES = {
     "causal-lm": _PERPLEXITY,
     "masked-lm": _PERPLEXITY,
     "seq2seq-lm": _PERPLEXITY,
     "classification": Measure(
-        "same labels", True, lambda model, original: _each((model == original).astype(float))
+        "same labels", True, lambda model, original: _each((model == original).astype(float)), _mean
     ),
     "multi-label": Measure(
-        "same labels", True, lambda model, original: _each((model == original).mean(1))
+        "same labels", True, lambda model, original: _each((model == original).mean(1)), _mean
     ),
-    "token-classification": Measure("same tags", True, _tags),
-    "regression": Measure("explained variance", True, _errors, _explained),
+    "token-classification": Measure("same tags", True, _tags, _mean),
+    "regression": Measure("explained variance", True, _errors, lambda rows: 1 - _mean(rows)),
     "features": Measure(
-        "similarity", True, lambda model, original: _each((model * original).sum(1))
+        "similarity", True, lambda model, original: _each((model * original).sum(1)), _mean
     ),
 }
+
+
+def _of_metric(name: str) -> Measure:
+    """Return the measure of a metric of written text."""
+    formula = METRICS[name].formula
+    assert formula is not None
+    return Measure(name, METRICS[name].higher_is_better, lambda model, original: model, formula)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A metric that chooses, and the tokens that are written for it at most."""
+
+    metric: str
+    most: int
 
 
 class HeldOut:
@@ -122,12 +135,13 @@ class HeldOut:
         seq_len: Tokens of a sequence, at most.
         tokens: About how many tokens of all texts are used.
         batch_size: Sequences per pass.
+        written: The metric that chooses instead of what is usual for the task.
 
     Raises:
         DataError: If there is too little to choose on.
     """
 
-    def __init__(
+    def __init__(  # the original, the texts, and how much of them
         self,
         net: PreTrainedModel,
         tokenizer: Any,
@@ -135,17 +149,19 @@ class HeldOut:
         seq_len: int,
         tokens: int,
         batch_size: int,
+        written: Written | None = None,
     ) -> None:
-        self.task, self.tokenizer = task_of(net), tokenizer
-        self.measure = MEASURES[self.task]
+        self.task, self.tokenizer, self.written = task_of(net), tokenizer, written
+        self.measure = MEASURES[self.task] if written is None else _of_metric(written.metric)
+        self._packs = self.task in _RUNNING and written is None
         self.seq_len, self.batch_size = seq_len, batch_size
         self._vocabulary = vocabulary_of(net)
         held_out = [(text, False) for text in texts.choose]
         held_out += [(text, True) for text in texts.report]
-        if self.task in _RUNNING:
+        if self._packs:
             self._refuse_short(texts)
         rows = {(text.name, reports): self._rows(text) for text, reports in held_out if text.rows}
-        if self.task not in _RUNNING:
+        if not self._packs:
             _refuse_few(rows)
         share = -(-tokens // len(held_out))
         some = {part: _some(each, share) for part, each in rows.items()}
@@ -214,6 +230,12 @@ class HeldOut:
 
     def _rows(self, text: Documents) -> Dataset:
         examples, known = text.examples(), self._vocabulary
+        if self.written is not None:
+            references = references_of(examples)
+            sources = [source for source, _ in examples.texts]
+            ids = self.tokenizer(sources, truncation=True, verbose=False)["input_ids"]
+            columns = {"input_ids": ids, "source": sources, "reference": references}
+            return Dataset.from_dict(columns)
         if self.task == "seq2seq-lm":
             return translation_rows(examples, self.tokenizer, self.seq_len, known)
         if self.task not in _RUNNING:
@@ -233,6 +255,11 @@ class HeldOut:
         )
 
     def _outputs(self, net: PreTrainedModel, rows: Dataset, progress: Progress) -> Floats:
+        if self.written is not None:
+            sized = (self.tokenizer, self.batch_size, self.written.most, progress)
+            written = write(net, rows["source"], *sized)
+            counted, _ = scores([self.written.metric], written, rows["reference"])
+            return next(iter(counted.values()))
         how = (net, rows, self.tokenizer, self.batch_size)
         if self.task in CLASSIFIERS:
             return quality.predictions(*how, progress=progress)

@@ -179,6 +179,8 @@ class CompressConfig(CalibrationConfig):
     # 512 suffices for perplexity, but loses facts far back in a context (docs/benchmarks/gqa)
     seq_len: Length = 2_048
     held_out_tokens: Count = 16_384
+    metric: str | None = None
+    max_new_tokens: Count = 128
     out_dtype: Dtype = Dtype.AUTO
 
     @model_validator(mode="after")
