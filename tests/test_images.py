@@ -16,7 +16,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 import headprune
 from headprune.config import DataConfig
 from headprune.data.images import image_rows, pixels_of, read_images
-from headprune.errors import HeadpruneError
+from headprune.errors import DataError, HeadpruneError
 from headprune.model.attention import attention_of
 from tests import tiny
 
@@ -109,6 +109,35 @@ def test_gates_and_healing_learn_from_images(
     assert heads(cut.model) == 4
     healed = headprune.heal(tmp_path / "cut", tmp_path / "healed", teacher=model, **small)
     assert healed.after <= healed.before and heads(healed.model) == 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_encoder_of_images_is_compared_by_its_embeddings(
+    dtype: str, model: Path, images: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "encoder"
+    net = headprune.from_pretrained(model).vit
+    for attention in attention_of(net):  # a loss of heads is to be seen
+        attention.output_projection.weight.data.mul_(20)
+    tiny.save(net, folder)
+    PROCESSOR.save_pretrained(folder)
+    how: dict[str, Any] = {"data": images, "dtype": dtype, "calibration_tokens": 300}
+    headprune.score(folder, tmp_path / "scores", criterion=["compensated", "gradient"], **how)
+    cut: dict[str, Any] = {
+        "keep": 0.5,
+        "layout": "ragged",
+        "criterion": "gradient",
+        "refit": "none",
+    }
+    headprune.prune(folder, tmp_path / "out", scores=tmp_path / "scores", **cut)
+    likeness = []
+    for out in (folder, tmp_path / "out"):
+        report = headprune.evaluate(out, data=images, against=folder)
+        found = {one.name: one.value for one in report.model.metrics}
+        likeness.append((found["mean_cosine"], found["similarity_correlation"]))
+    assert likeness[0] == pytest.approx((1, 1)) and likeness[1] < (0.999, 1)
+    with pytest.raises(DataError, match="measured against its base"):
+        headprune.evaluate(folder, data=images)
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet", "memory"])

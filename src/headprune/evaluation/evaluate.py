@@ -236,9 +236,9 @@ def _columns(
     if task == "token-classification":
         said = quality.tags(net, rows, tokenizer, size, progress)
         return tag_columns(said, rows, net.config, loaded.nets[0].config)
+    images = domain.examples if isinstance(domain.examples, Images) else None
+    pixels = None if images is None else pixels_of(images, tokenizer)
     if task in CLASSIFIERS:
-        images = domain.examples if isinstance(domain.examples, Images) else None
-        pixels = None if images is None else pixels_of(images, tokenizer)
         predicted = quality.predictions(net, rows, tokenizer, size, progress, pixels)
         labels = _labels(loaded, net, rows)
         if task == "regression":
@@ -255,9 +255,10 @@ def _columns(
             "label_hits": (predicted * labels).sum(1),
             "labels": (predicted + labels).sum(1),
         }
-    embeddings = vectors[domain.name] = quality.embeddings(net, rows, tokenizer, size, progress)
-    assert isinstance(domain.examples, Examples)
-    return _similarities(embeddings, domain.examples)
+    embeddings = quality.embeddings(net, rows, tokenizer, size, progress, pixels)
+    vectors[domain.name] = embeddings
+    given = domain.examples
+    return _similarities(embeddings, given) if isinstance(given, Examples) else {}
 
 
 def _generated(

@@ -257,7 +257,9 @@ def _domain(
 ) -> LoadedDomain:
     if isinstance(examples, Images):
         some = examples.spread(config.max_windows)
-        pixels = image_rows(some, nets[0], label_reader(nets[0], some.labels or ()))
+        labelled = task_of(nets[0]) in CLASSIFIERS
+        read_label = label_reader(nets[0], some.labels or ()) if labelled else None
+        pixels = image_rows(some, nets[0], read_label)
         return LoadedDomain(name, data, some, pixels)
     if isinstance(examples, Recordings):
         heard = examples.spread(config.max_windows)

@@ -180,17 +180,21 @@ def embeddings(
     tokenizer: Any,
     batch_size: int,
     progress: Progress = lambda done, total: None,
+    collate: Collate | None = None,
 ) -> Floats:
     """Return normalised embeddings, pooled as the model's files say. Shape (rows, hidden).
+
+    ``collate`` makes batches of images.
 
     Raises:
         DataError: If a row has no tokens, or its embedding is not finite; names the row.
         FamilyError: If the pooling is not supported.
     """
-    vectors = [
-        embedding(model, cast(Batch, batch)).cpu()
-        for batch in _padded(model, rows, tokenizer, batch_size, progress)
-    ]
+    if collate is not None:
+        batches = _collated(model, rows, collate, batch_size, progress)
+    else:
+        batches = _padded(model, rows, tokenizer, batch_size, progress)
+    vectors = [embedding(model, cast(Batch, batch)).cpu() for batch in batches]
     return _finite(torch.cat(vectors), "embedding of row").double().numpy()
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from headprune.errors import DataError
-from headprune.model.batch import Batch, token_mask
+from headprune.model.batch import Batch, inputs_of, token_mask
 from headprune.model.embedding import embedding
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import UNMEASURED, Task, task_of
@@ -120,10 +120,11 @@ def example_losses(
 
 
 def _directions(batch: Batch, width: int, seed: int) -> Float[Tensor, "examples width"]:
-    """Return a random vector of signs per example, seeded by its own tokens, not by its batch."""
+    """Return a random vector of signs per example, seeded by its own inputs, not by its batch."""
     mask, rows = token_mask(batch, "self"), []
-    for number, ids in enumerate(batch["input_ids"].cpu()):
-        real = ids if mask is None else ids[mask[number].cpu()]
+    for number, given in enumerate(inputs_of(batch).cpu()):
+        real = given if mask is None else given[mask[number].cpu()]
+        real = real.float() if real.is_floating_point() else real  # numpy has no bfloat16
         digest = hashlib.sha256(str(seed).encode() + real.numpy().tobytes()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         rows.append(torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1)

@@ -207,15 +207,15 @@ def refuse_without_text(model: PreTrainedModel, what: str) -> None:
     """
     takes = set(inspect.signature(model.forward).parameters)
     kind, task = modality_of(model), task_of(model)
-    read = (kind == "images" and task in CLASSIFIERS) or (kind, task) == ("sound", "seq2seq-lm")
-    if read and what in _OF_SENSES:
+    of_images = kind == "images" and task in (*CLASSIFIERS, "features")
+    if (of_images or (kind, task) == ("sound", "seq2seq-lm")) and what in _OF_SENSES:
         return
     if "input_ids" not in takes or "vision" in family_of(model.config).attention:
         inputs = takes & {"pixel_values", "input_features", "input_values"}
         raise FamilyError(
             f"{type(model).__name__} takes {', '.join(sorted(inputs)) or 'no text'}, and {what} "
-            "reads text, images of classifiers, and speech of encoder-decoders. Choose its heads "
-            "in Python and cut them with 'headprune prune --plan'."
+            "reads text, images of classifiers and encoders, and speech of encoder-decoders. "
+            "Choose its heads in Python and cut them with 'headprune prune --plan'."
         )
     if task == "multiple-choice" or (task == "features" and "decoder_input_ids" in takes):
         reads = "several texts at once" if task == "multiple-choice" else "a text and its beginning"
