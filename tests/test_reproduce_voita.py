@@ -1,10 +1,10 @@
-"""Voita's experiment on a tiny student: its file, its recurrence, points of its curve, its page."""
+"""Voita's experiment on a tiny student: its file, its recurrence, the commands."""
 
 from __future__ import annotations
 
 import json
+import runpy
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,12 @@ Weights = dict[str, NDArray[Any]]
 
 @pytest.fixture
 def voita(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """scripts/reproduce_voita/experiment.py as a module."""
+    """scripts/reproduce_voita/student.py as a module."""
     monkeypatch.syspath_prepend(ROOT / "scripts" / "reproduce_voita")
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    import experiment
+    import student
 
-    return experiment
+    return student
 
 
 def weights(seed: int) -> Weights:
@@ -171,83 +171,41 @@ def test_the_recurrence_is_a_plain_loop(voita: Any, tmp_path: Path) -> None:
     assert torch.equal(cached, whole)
 
 
-@pytest.mark.slow
-def test_points_of_the_curve(voita: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "text.en").write_text(sentences(60, 0))
-    (tmp_path / "test.en").write_text(sentences(6, 1))
-    (tmp_path / "other.en").write_text(sentences(6, 2))
-    texts = (str(tmp_path / "text.en"),), str(tmp_path / "test.en"), str(tmp_path / "other.en")
-    protocol = voita.Protocol(*texts, pairs=50, sentences=5, steps=2, batch_size=2, watched=8)
-    said: list[str] = []
-    work, page = tmp_path / "work", tmp_path / "voita.md"
-    experiment = voita.Experiment(work, protocol, said.append)
-    tokenizer = write_tokenizer(tmp_path / "tokenizer.json")
-    expected, bleu = list[list[str]](), voita._bleu
+def test_the_student_is_taken_and_cut_by_the_commands(
+    voita: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, count in (("text", 60), ("test", 6), ("other", 6)):
+        (tmp_path / f"{name}.en").write_text(sentences(count, count + len(name)))
+    work, tokenizer = tmp_path / "work", write_tokenizer(tmp_path / "tokenizer.json")
+    work.mkdir()
+    voita.take(write(tmp_path / "model.bin", weights(0)), tokenizer, work / voita.MODEL)
+    files = {name: str(tmp_path / f"{name}.en") for name in ("test", "other")}
+    voita.main(work, [str(tmp_path / "text.en")], **files, pairs=50, count=5)
+    held = {file.stem: file.read_text() for file in work.glob("*.jsonl")}
+    assert {name: text.count("\n") for name, text in held.items()} == {
+        "train-0": 50,
+        "test": 5,
+        "other": 5,
+    }
+    assert json.loads(held["test"].splitlines()[0])["en"] in (tmp_path / "test.en").read_text()
+    with pytest.raises(SystemExit, match="2 seeds of 50 sentences .* the text has 60"):
+        voita.main(work, [str(tmp_path / "text.en")], **files, seeds=2, pairs=50)
 
-    def noted(found: list[str], wanted: list[str]) -> float:
-        expected.append(wanted)
-        return bleu(found, wanted)
+    def headprune(*words: Any) -> None:
+        monkeypatch.setattr("sys.argv", ["headprune", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("headprune_with_ssru", run_name="__main__")
+        assert not ended.value.code
 
-    monkeypatch.setattr(voita, "_bleu", noted)
-    with voita.ssru_decoders():
-        for seed, name in enumerate(voita.STUDENTS):
-            experiment.take(name, write(tmp_path / "model.bin", weights(seed)), tokenizer)
-        experiment.pairs([0])
-        experiment.points([0], ["compensated", "gates"], [3])
-        made = len(said)
-        experiment.points([0], ["compensated", "gates"], [3])
-        assert len(said) == made  # done points are skipped
-        with pytest.raises(ValueError, match="Seed 1 needs 100 sentences"):
-            experiment.pairs([1])
-    found = {p.stem: json.loads(p.read_text()) for p in (work / "points").iterdir()}
-    assert set(found) == {"original-0-all", "compensated-0-3", "gates-0-3"}
-    assert found["original-0-all"]["against_original"] == pytest.approx(100)
-    assert found["original-0-all"]["heads"] == LAYERS * HEADS
-    for name in ("compensated-0-3", "gates-0-3"):
-        assert found[name]["heads"] == len(found[name]["roles"]) == 3
-        assert 0 <= found[name]["against_original"] < 99
-        assert 0 <= found[name]["round_trip_elsewhere"] < 99
-    own, test, other = expected[:3]  # of the uncut model: its output, and both files
-    assert own not in (test, other)
-    assert test == list(voita.sentences([texts[1]]))[:5]
-    assert other == list(voita.sentences([texts[2]]))[:5] != test
-    experiment.page(page)
-    text = page.read_text()
-    assert f"| 3 | {found['gates-0-3']['round_trip']:.1f} |" in text
-    assert "--work FOLDER --pairs 50 --sentences 5 --steps 2\n" in text
-    assert "Not measured yet: L0 gates, weights frozen; `gradient`" in text
-    assert page.with_suffix(".svg").read_text().count("<path") > 10
-    with pytest.raises(ValueError, match="another protocol"):
-        voita.Experiment(work, replace(protocol, steps=3))
-
-
-def test_the_page_says_what_was_measured(voita: Any, tmp_path: Path) -> None:
-    from page import write_page
-
-    def point(method: str, heads: int, trip: float, **roles: float) -> Any:
-        held = {h: {"positional": (score, "-1", score > 0.9)} for h, score in roles.items()}
-        return voita.Point(method, 0, heads, trip + 30, trip, trip / 2, held)
-
-    protocol = voita.Protocol(("text",), "test", "other", 50, 5, 2, 2)
-    whole = point("original", 48, 60.0, **{"1.0": 0.95, "1.1": 0.5, "1.2": 0.8})
-    points = [
-        point("gates", 24, 59.8, **{"1.0": 0.93, "1.2": 0.97}),
-        replace(point("gates", 24, 59.8, **{"1.0": 0.95}), seed=1),
-        point("gates", 12, 59.4, **{"1.0": 0.91}),
-        replace(point("gates", 12, 57.4, **{"1.2": 0.91}), seed=1),
-        point("random", 24, 40.0),
-    ]
-    page = tmp_path / "voita.md"
-    write_page([whole, *points], protocol, page)
-    text = page.read_text()
-    gates, by_chance = "L0 gates, attention trained", "random heads"
-    assert "| 12 | 58.4 (57.4 to 59.4) | not measured |" in text
-    assert "the uncut model: 30.0." in text and "| 12 | 29.2 (28.7 to 29.7) |" in text
-    assert f"| {gates} | 24, 24 | 12, 24 |" in text
-    assert f"| {by_chance} | 48 | 48 |" in text
-    assert "|  | heads left | 1.0 positional -1 | 1.2 positional -1 | new |" in text
-    assert f"| {gates} | 24 | 0.94 | 0.97 (1 of 2) | 1.2 positional |" in text
-    assert f"| {by_chance} | 24 | cut | cut | none |" in text
-    assert f"| {gates} | 12 | 2 | none |" in text
-    with pytest.raises(ValueError, match="no point of the uncut model"):
-        write_page(points, protocol, page)
+    model, pairs = work / voita.MODEL, ["--text-column", "en,pt"]
+    settings = ROOT / "configs" / "voita.yaml"
+    smaller = ["steps=2", "batch_size=2", f"model={model}", f"data={work / 'train-0.jsonl'}"]
+    smaller += [f"output={tmp_path / 'gates'}", "text_column=en,pt", "l0_penalty=0.2"]
+    headprune("train-gates", "--config", settings, *(w for s in smaller for w in ("--config", s)))
+    assert json.loads((tmp_path / "gates" / "gates.json").read_text())["method"] == "l0"
+    headprune("prune", model, tmp_path / "cut", "--gates", tmp_path / "gates")
+    how = ["--data", work / "test.jsonl", *pairs, "--metric", "bleu", "--against", model]
+    headprune("evaluate", tmp_path / "cut", tmp_path / "report.json", *how, "--no-speed")
+    report = json.loads((tmp_path / "report.json").read_text())
+    base = {one["name"]: one["value"] for one in report["against"]["metrics"]}
+    assert base["bleu"] == pytest.approx(100)  # the references are its own
