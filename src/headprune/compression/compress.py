@@ -18,7 +18,7 @@ from headprune.compression.candidates import (
     is_its_own,
 )
 from headprune.compression.goals import goal_of
-from headprune.compression.heldout import HeldOut, Written
+from headprune.compression.heldout import HeldOut, WrittenMetric
 from headprune.compression.selection import Selection
 from headprune.compression.tried import Tried, keep, kept
 from headprune.config import (
@@ -219,7 +219,7 @@ class _Compression:
             self.judged,
             config.held_out_tokens,
             sequences_per_pass(config.batch_size, self.judged),
-            Written(config.metric, config.max_new_tokens) if config.metric else None,
+            WrittenMetric(config.metric, config.max_new_tokens) if config.metric else None,
         )
         self.context.stage("measuring the original")
         selection = Selection(self.model, held_out, self.context.step, self.goal)

@@ -118,7 +118,7 @@ def _of_metric(name: str) -> Measure:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenMetric:
     """A metric that chooses, and the tokens that are written for it at most."""
 
     metric: str
@@ -149,7 +149,7 @@ class HeldOut:
         seq_len: int,
         tokens: int,
         batch_size: int,
-        written: Written | None = None,
+        written: WrittenMetric | None = None,
     ) -> None:
         self.task, self.tokenizer, self.written = task_of(net), tokenizer, written
         self.measure = MEASURES[self.task] if written is None else _of_metric(written.metric)
