@@ -1,4 +1,4 @@
-"""How the cost of every stage grows: ``python scripts/bench_cost.py``, and docs/benchmarks/cost.md.
+"""How the cost of every stage grows: ``python scripts/bench_cost.py``, as tables.
 
 Llama shapes with random weights in float32. The unit is one forward pass over the same tokens. The
 exponent is the slope of log seconds over log parameters of the layers, at all widths and depths.
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
@@ -39,23 +38,6 @@ from headprune.surgery.merges import MergeContext
 from headprune.surgery.merges.merger import Merger
 from headprune.surgery.refit import refit
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "cost.md"
-TOP = """# Cost
-
-Every stage, in forward passes over the same tokens; Llama shapes with random weights in float32:
-
-```bash
-python scripts/bench_cost.py
-```
-
-The exponent is the slope of log seconds over log parameters of the layers. The cost in passes
-holds for larger models where it is that of the forward pass.
-
-Refit and KV plan grow faster at these sizes: their solvers and their loops over heads run beside
-products that are still small. The KV plan also grows with the KV heads, as it merges them to every
-number that leaves equal groups. `compress` and `convert-gqa` plan on 4,096 tokens, a quarter of
-the text.
-"""
 USUAL = Size(256, 688, 2, 8, 4, 256, trained=2048, calibrated=2048, length=256)
 WIDTHS, DEPTHS = (128, 256, 384, 512), (1, 2, 4)
 HEADS, TOKENS = (4, 8, 16, 32), (1024, 2048, 4096)
@@ -190,20 +172,19 @@ def in_passes(shapes: Mapping[str, Size], parameters: bool) -> str:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="The page.")] = PAGE,
     quick: Annotated[bool, typer.Option(help="Two shapes, to try it out.")] = False,
 ) -> None:
-    """Measure all shapes and write the page."""
+    """Measure all shapes and print the tables."""
     widths, depths = (WIDTHS[:2], DEPTHS[:1]) if quick else (WIDTHS, DEPTHS)
     by_shape = {f"{w} x {d}": shape(w, d) for d in depths for w in widths}
-    parts = [TOP, machine_of(torch.device("cpu")), "\n## Width x layers\n\n"]
+    parts = [machine_of(torch.device("cpu")), "\n## Width x layers\n\n"]
     parts.append(in_passes(by_shape, parameters=True))
     if not quick:
         by_heads = {f"{n} heads": replace(USUAL, heads=n, kv_heads=n // 2) for n in HEADS}
         by_tokens = {f"{n:,} tokens": replace(USUAL, calibrated=n) for n in TOKENS}
         parts += ["\n## Heads, at width 256\n\n", in_passes(by_heads, parameters=False)]
         parts += ["\n## Tokens, at width 256\n\n", in_passes(by_tokens, parameters=False)]
-    output.write_text("".join(parts), encoding="utf-8")
+    print("".join(parts))
 
 
 if __name__ == "__main__":

@@ -47,11 +47,11 @@ def _ask(server: Any, path: str, question: Mapping[str, Any]) -> Any:
         return json.load(answer)
 
 
-def load(file: Path) -> LoadedGraph:
+def load(file: Path, cache: str = "F32") -> LoadedGraph:
     """Load a GGUF file as a graph; llama.cpp gives hidden states, in float32.
 
-    The product with the output matrix of the file is torch's, as llama.cpp gives the logits of
-    generated tokens alone.
+    ``cache`` is the element type of keys and values, such as Q8_0. The product with the output
+    matrix of the file is torch's, as llama.cpp gives the logits of generated tokens alone.
     """
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     stored = tensors.get("output.weight", tensors["token_embd.weight"])
@@ -65,9 +65,12 @@ def load(file: Path) -> LoadedGraph:
         if length not in servers:
             params = _params(file, length)
             params.no_extra_bufts = True
-            params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-            off = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-            params.flash_attn_type = off
+            kind = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{cache}")
+            params.cache_type_k = params.cache_type_v = kind
+            flash = "DISABLED" if cache == "F32" else "ENABLED"  # packed values need it
+            params.flash_attn_type = getattr(
+                xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash}"
+            )
             params.embedding, params.embd_normalize = True, -1
             params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_NONE
             params.n_batch = params.n_ubatch = length  # tokens computed in one go

@@ -1,12 +1,14 @@
 """The protocol of published numbers: its texts, its measures, and what may be published.
 
-    python scripts/protocol.py configs/bench/smollm2-heads.yaml --texts FOLDER --work FOLDER
+    python scripts/protocol.py measure configs/bench/smollm2-heads.yaml --model FOLDER \
+        --texts FOLDER --work FOLDER
+    python scripts/protocol.py pages
 
 A row of a config names a method and, in ``tries``, settings to choose among. All are made from the
 first sample, and measured on the development texts: the last quarter of WikiText-2 valid, and UD
 English EWT. The best is published: made from three samples, which are the other quarters, and
 measured on WikiText-2 test, whole, and on Brown. Every number goes into
-docs/benchmarks/results.json, and what is there is not measured again. ``--page`` writes the tables.
+docs/benchmarks/results.json, and what is there is not measured again. ``pages`` writes the tables.
 
 Perplexity is that of the published code: rows joined by two newlines, windows without overlap, the
 mean over their predicted tokens. Tasks are run by lm-eval on files that are made of Brown: the last
@@ -22,6 +24,7 @@ import itertools
 import json
 import math
 import random
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -29,6 +32,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import torch
@@ -231,9 +235,9 @@ class Bench:
         quarters = _quarters(VALID.read(texts))
         self.calibration = [_written(work / f"sample{k}.txt", quarters[k]) for k in range(SAMPLES)]
         self._develop = (quarters[SAMPLES], _sentences_of(EWT.read(texts)))
-        self._wikitext = _as_published(WIKITEXT.read(texts))
+        self.wikitext = _as_published(WIKITEXT.read(texts))
         lines = [line for line in BROWN.read(texts).splitlines() if not line.startswith("###")]
-        self._brown = "\n".join(lines)
+        self.brown = "\n".join(lines)
         self._tasks = _tasks(lines, work)
 
     @cached_property
@@ -244,19 +248,19 @@ class Bench:
     def develop(self, made: Made) -> float:
         """Return the mean loss on the development texts, in nats."""
         with _measured(made) as net:
-            losses = [self._nll(net, text, 512, 2 * WINDOWS) for text in self._develop]
+            losses = [self.nll(net, text, 512, 2 * WINDOWS) for text in self._develop]
         return sum(losses) / len(losses)
 
     def publish(self, made: Made, short: bool) -> dict[str, float]:
         """Return the numbers that are published."""
         with _measured(made) as net:
             numbers = {
-                "wikitext2": math.exp(self._nll(net, self._wikitext, LONG)),
-                "brown": math.exp(self._nll(net, self._brown, LONG, WINDOWS)),
+                "wikitext2": math.exp(self.nll(net, self.wikitext, LONG)),
+                "brown": math.exp(self.nll(net, self.brown, LONG, WINDOWS)),
                 "passage_words": float(answered(net, self._needed, 8).mean()),
             }
             if short:
-                numbers["wikitext2_128"] = math.exp(self._nll(net, self._wikitext, SHORT))
+                numbers["wikitext2_128"] = math.exp(self.nll(net, self.wikitext, SHORT))
             scored, _ = task_scores(net, self.tokenizer, self._evaluation)
         numbers |= {one.name.partition(":")[0]: one.value for one in scored}
         return numbers
@@ -268,15 +272,16 @@ class Bench:
     @cached_property
     def _needed(self) -> list[Any]:
         """The words of Brown that only the passage tells the original."""
-        file = _written(self.work / "brown.txt", self._brown)
+        file = _written(self.work / "brown.txt", self.brown)
         examples = read_examples(DataConfig(source=str(file)))
         words = passage_words(examples, PASSAGES, self.tokenizer, LONG)
         with _measured(Made(from_pretrained(self.model, dtype="float32"))) as net:
             return needed(net, words, 8)
 
-    def _nll(
+    def nll(
         self, net: PreTrainedModel, text: str, length: int, windows: int | None = None
     ) -> float:
+        """Return the mean loss of predicted tokens in windows of a length; of all, or of some."""
         ids = self._ids(text)
         count = len(ids) // length
         starts = [length * n for n in (range(count) if windows is None else evenly(count, windows))]
@@ -440,7 +445,11 @@ def _tasks(lines: list[str], work: Path) -> list[Path]:
     return files
 
 
-def main(
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def measure(
     config: Annotated[Path, typer.Argument(help="Rows, in configs/bench.")],
     model: Annotated[str, typer.Option(help="Folder of the model.")],
     texts: Annotated[Path, typer.Option(help="Folder of the texts.")],
@@ -497,5 +506,67 @@ def main(
         )
 
 
+# columns of tables: name in results, title, and whether more is better
+_COLUMNS = {
+    "wikitext2": ("WikiText-2", False),
+    "wikitext2_128": ("at 128", False),
+    "brown": ("Brown", False),
+    "passage_words": ("passage words", True),
+    "last_word": ("last words", True),
+    "endings": ("endings", True),
+}
+_MARK = re.compile(r"(<!-- protocol: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def table(name: str, results: Results) -> str:
+    """Return the table of a config in Markdown: means over samples, relative to the original."""
+    config = read_config(CONFIGS / f"{name}.yaml")
+    original = results.get(name, "original", 0)
+    if original is None:
+        return "Not measured yet.\n"
+    columns = {n: c for n, c in _COLUMNS.items() if n in original.numbers}
+    head = ["", *(title for title, _ in columns.values()), "samples", "tries", "seconds"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    whole = [f"{original.numbers[n]:.3f}" for n in columns]
+    lines.append(f"| original | {' | '.join(whole)} | | | |")
+    for row in config.rows:
+        own = [r for r in results.results if (r.table, r.row) == (name, row.name)]
+        if row.method == "original" or not own:
+            continue
+        cells = []
+        for column in columns:
+            base = original.numbers[column]
+            values = [r.numbers[column] / base for r in own if column in r.numbers]
+            cells.append(_mean_of(values))
+        seconds = f"{mean(r.seconds for r in own):.0f}"
+        lines.append(
+            f"| {row.name} | {' | '.join(cells)} | {len(own)} | {len(row.tries)} | {seconds} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _mean_of(values: list[float]) -> str:
+    if not values:
+        return ""
+    spread = f" ({min(values):.3f} to {max(values):.3f})" if len(values) > 1 else ""
+    return f"{mean(values):.3f}{spread}"
+
+
+def rendered(page: str, results: Results) -> str:
+    """Return a page with the tables that its marks name."""
+    return _MARK.sub(lambda found: found[1] + table(found[2], results) + found[3], page)
+
+
+@app.command()
+def pages() -> None:
+    """Write the tables of results.json into the pages that name them."""
+    results = Results.read()
+    for page in sorted(RESULTS.parent.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if (new := rendered(text, results)) != text:
+            page.write_text(new, encoding="utf-8")
+            console.print(f"{page.name} written")
+
+
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -5,6 +5,7 @@ Where others cut, the heads that are left make up for it, and the model is as it
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,61 @@ def test_what_others_cut(
     assert made_up < 0.5 * bare if gone else made_up == bare > 0
     after = [read_output(a)[0] for a in attentions]
     assert all(map(torch.equal, before, after))
+
+
+@pytest.fixture
+def protocol(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """scripts/protocol.py as a module."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import protocol
+
+    return protocol
+
+
+def test_only_what_is_written_down_is_published(
+    protocol: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text("model: x\ntitle: x\nrows: [{name: a, method: FLAP}]\n")
+    with pytest.raises(protocol.ProtocolError, match="may not be published"):
+        protocol.read_config(config)
+    for file in protocol.CONFIGS.glob("*.yaml"):
+        rows = protocol.read_config(file).rows
+        assert rows[0].method == "original" and len({row.name for row in rows}) == len(rows)
+        assert {r.method for r in rows} <= {
+            "original",
+            *protocol.OURS,
+            *protocol.RIVALS,
+            *protocol.CUTTERS,
+        }
+    other = protocol.Text("text.gz", protocol.BROWN.sha256)
+    (tmp_path / "text.gz").write_bytes(gzip.compress(b"another text"))
+    with pytest.raises(protocol.ProtocolError, match="is not the text of the protocol"):
+        other.read(tmp_path)
+    monkeypatch.setattr(protocol, "RESULTS", tmp_path / "results.json")
+    (tmp_path / "results.json").write_text('{"texts": {"brown": "0"}, "results": []}')
+    with pytest.raises(protocol.ProtocolError, match="is of other texts"):
+        protocol.Results.read()
+
+
+def test_the_tables_of_pages_are_those_of_the_results(protocol: Any) -> None:
+    results = protocol.Results.read()
+    marked = 0
+    for page in (ROOT / "docs" / "benchmarks").glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        assert protocol.rendered(text, results) == text, page.name
+        marked += text.count("<!-- protocol:")
+    assert marked
+    assert protocol.rendered("<!-- protocol: smollm2-heads -->\nold\n<!-- end -->", results) != (
+        "<!-- protocol: smollm2-heads -->\nold\n<!-- end -->"
+    )
+
+
+def test_texts_are_joined_as_published(protocol: Any) -> None:
+    raw = " \n = Title = \n \n A line . \n"
+    # the rows of the data set on the hub: "", " = Title = \n", "", " A line . \n"
+    assert protocol._as_published(raw) == "\n\n = Title = \n\n\n\n\n A line . \n"
+    conllu = "# text = 3 dogs .\n1\t3\tx\n\n# sent_id = b\n# text = Ja\n"
+    assert protocol._sentences_of(conllu) == "3 dogs .\nJa"
+    parts = protocol._quarters("".join(f"{n}\n" for n in range(8)))
+    assert len(parts) == 4 and "".join(parts).split() == [*map(str, range(8))]

@@ -25,7 +25,7 @@ from headprune.runtime.modeling_headprune import Attention
 PASSAGES = 256  # that are tried, at most
 WORDS = 64  # of them, at most, whose heads are looked for
 FEWEST = 16  # words that an order of heads rests on
-SHARE = 0.01  # of the sum of all scores, that effects add: docs/benchmarks/without-training.md
+SHARE = 0.01  # of the sum of all scores, that effects add: docs/experiments.md
 
 
 def needed(

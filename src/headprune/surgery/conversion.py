@@ -252,7 +252,7 @@ class _Conversion:
         """The queries and keys that a module, as it is, makes of the changed stream.
 
         Scores should be as these, and not make up for what earlier layers have lost: that is for
-        W_O. docs/benchmarks/gqa.md says what each is worth.
+        W_O. docs/experiments.md says what each is worth.
         """
         call = self._record(attention, Stream.CHANGED, args, kwargs).complete(attention)
         query, key = Stream.CHANGED.of(call.query), Stream.CHANGED.of(call.key)

@@ -27,7 +27,7 @@ from headprune.tensors.least_squares import Moments, fit_held_out, held_out
 
 # Of the goal of a fit, the share that the uncut layer makes of what enters it in the cut model; the
 # rest, the output in the original, has later layers mend the loss of earlier ones, but on the kind
-# of text that is fitted to alone. docs/benchmarks/without-training.md gives the worth of each.
+# of text that is fitted to alone. docs/experiments.md gives the worth of each.
 OWN_SHARE = 0.5
 _TOKENS = 4096  # whose moments are taken at once: what bounds the copies of their states
 RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)

@@ -1,0 +1,67 @@
+"""Fewer KV heads, a quantised cache, or both: quality by bytes per token, in llama.cpp.
+
+    python scripts/bench_kv_cache.py --model FOLDER --texts TEXTS --work WORK CUT...
+
+The model and every CUT of it are exported in float32, and read windows of 2,048 tokens of
+WikiText-2 test and passages of Brown with a cache in F16, Q8_0 and Q4_0. Texts are the protocol's.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import headprune
+import llama_cpp_graph
+from headprune import from_pretrained
+from headprune.data.passages import passages
+from headprune.evaluation.probes import last_words
+from headprune.formats.run import MODEL, run_by_engine
+from headprune.formats.source import built
+from headprune.model.answers import answered
+from headprune.model.cost import kv_cache_elements_per_token
+from headprune.model.loading import load_config
+from protocol import CONFIGS, LONG, Bench, read_config
+
+BYTES = {"F16": 2.0, "Q8_0": 34 / 32, "Q4_0": 18 / 32}  # a number; blocks of 32 share a scale
+WINDOWS, WORDS = 10, 100
+
+console = Console(highlight=False)
+
+
+def main(
+    cuts: Annotated[list[Path], typer.Argument(help="Folders made from the model.")],
+    model: Annotated[str, typer.Option(help="Folder of the model.")],
+    texts: Annotated[Path, typer.Option(help="Folder of the texts.")],
+    work: Annotated[Path, typer.Option(help="Folder for what is made on the way.")],
+) -> None:
+    """Print a row of Markdown per model and type of cache."""
+    bench = Bench(read_config(CONFIGS / "smollm2-kv.yaml"), model, texts, work)
+    given = last_words(passages(bench.brown.splitlines(), WORDS), bench.tokenizer, LONG)
+    prompts = [word.row for word in given]
+    first: tuple[float, float] | None = None
+    console.print(
+        "| model | cache | bytes per token | WikiText-2 | last words |\n|---|---|---|---|---|"
+    )
+    for folder in (Path(model), *cuts):
+        place = work / f"{folder.name}-gguf"
+        headprune.export(
+            folder, place, to="gguf", out_dtype="float32", prove="read-back", overwrite=True
+        )
+        elements = kv_cache_elements_per_token(from_pretrained(folder))
+        for kind, size in BYTES.items():
+            graph = llama_cpp_graph.load(place / "model.gguf", kind)
+            net = run_by_engine(built(load_config(place)), {MODEL: graph})
+            loss = bench.nll(net, bench.wikitext, LONG, WINDOWS)
+            words = float(answered(net, prompts, 1).mean())
+            first = first or (loss, words)
+            ratios = f"{math.exp(loss - first[0]):.3f} | {words / first[1]:.3f}"
+            console.print(f"| {folder.name} | {kind} | {elements * size:,.0f} | {ratios} |")
+
+
+if __name__ == "__main__":
+    typer.run(main)
