@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +14,23 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+import transformers
 from datasets import Audio
-from transformers import WhisperFeatureExtractor
+from transformers import (
+    Wav2Vec2CTCTokenizer,
+    Wav2Vec2FeatureExtractor,
+    WhisperFeatureExtractor,
+)
 
 import headprune
 from headprune import packages
 from headprune.config import DataConfig
-from headprune.data.audio import features_of, read_recordings, recording_rows, speech_of
+from headprune.data.audio import Recordings, features_of, read_recordings, recording_rows, speech_of
 from headprune.errors import HeadpruneError
 from headprune.evaluation.written import transcribe
 from headprune.model.attention import attention_of
 from headprune.model.batch import SpeechProcessor
+from headprune.model.open import open_model
 from tests import tiny
 
 RATE, COUNT = 16_000, 24
@@ -93,7 +103,7 @@ def test_a_model_of_speech_is_scored_refitted_and_measured(
 
 def test_the_loss_is_that_of_the_model(model: Path, recordings: Path) -> None:
     net, read = tiny.model("whisper"), read_recordings(DataConfig(source=str(recordings)))
-    rows = list(recording_rows(read, net, PROCESSOR.tokenizer))
+    rows = list(recording_rows(read, net, PROCESSOR))
     batch = speech_of(read, net, PROCESSOR)(rows)
     with torch.no_grad():
         losses = net(input_features=batch["input_features"], labels=batch["labels"]).loss
@@ -170,3 +180,105 @@ def test_what_is_no_speech_is_said(
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     with pytest.raises(HeadpruneError, match="Sound needs soundfile: pip install soundfile"):
         read_recordings(DataConfig(source=str(recordings)))
+
+
+LETTERS = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3, "|": 4, "a": 5, "b": 6, "c": 7}
+SAMPLES = Wav2Vec2FeatureExtractor(sampling_rate=RATE, return_attention_mask=True)
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Path:
+    """A folder of wav2vec2 with CTC."""
+    folder = tiny.save(by_samples("Wav2Vec2ForCTC"), tmp_path / "listener")
+    (tmp_path / "vocab.json").write_text(json.dumps(LETTERS))
+    tokenizer = Wav2Vec2CTCTokenizer(tmp_path / "vocab.json")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    tokenizer.save_pretrained(folder)
+    SAMPLES.save_pretrained(folder)
+    return folder
+
+
+def by_samples(name: str) -> Any:
+    config = tiny.model("wav2vec2").config
+    config.vocab_size, config.pad_token_id, config.ctc_zero_infinity = len(LETTERS), 0, True
+    config.ctc_loss_reduction, config.num_labels = "mean", 2
+    torch.manual_seed(0)
+    net = getattr(transformers, name)(config).eval()
+    for attention in attention_of(net):
+        attention.output_projection.weight.data.mul_(30)
+    for layer in net.wav2vec2.feature_extractor.conv_layers:  # sounds differ, as do frames
+        layer.conv.weight.data.mul_(20)
+    net.wav2vec2.feature_projection.projection.weight.data.mul_(20)
+    if name == "Wav2Vec2ForCTC":  # it says all letters alike
+        net.lm_head.weight.data.mul_(50)
+        tones = SAMPLES([tone(n, RATE) for n in range(8)], sampling_rate=RATE, return_tensors="pt")
+        with torch.no_grad():
+            net.lm_head.bias -= net(**tones).logits.mean((0, 1))
+            net.lm_head.bias[:5] -= 1e4
+    return net
+
+
+@pytest.fixture
+def letters(recordings: Path, listener: Path) -> Path:
+    """The same tones, transcribed by that model, one of them longer."""
+    names = [f"{number:02}.wav" for number in range(COUNT)]
+    longer = np.concatenate([tone(0, RATE), tone(5, RATE)])
+    soundfile.write(recordings / names[0], longer, RATE)
+    net, processor = headprune.from_pretrained(listener), open_model(listener).tokenizer
+    read = read_recordings(DataConfig(source=str(recordings), text_column="text"))
+    said = [transcribe(net, one, processor, 1, 1)[0] for one in alone(read)]
+    transcribed(recordings, names, [text or "a" for text in said])
+    return recordings
+
+
+def alone(read: Recordings) -> Iterator[Recordings]:
+    for number in range(len(read.table)):
+        yield replace(read, table=read.table.select([number]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_with_ctc_is_cut_trained_and_measured(
+    dtype: str, listener: Path, letters: Path, tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"calibration_tokens": 1_000, "data": letters, "dtype": dtype}
+    headprune.score(listener, tmp_path / "scores", criterion=["compensated", "gradient"], **how)
+    cut: dict[str, Any] = {"keep": 0.5, "layout": "ragged", "criterion": "compensated"}
+    result = headprune.prune(listener, tmp_path / "out", scores=tmp_path / "scores", **cut)
+    assert 2 * heads(result.model) == heads(headprune.from_pretrained(listener))
+    given: dict[str, Any] = {"metrics": ["cer"], "against": listener, "batch_size": 8}
+    report = headprune.evaluate(tmp_path / "out", data=letters, **given)
+    # padded in a batch, each says what it says alone
+    missed = metric(report, "cer", "against")
+    assert missed < 0.2 and metric(report, "cer") != missed
+    small: dict[str, Any] = {"data": letters, "steps": 3, "batch_size": 4}
+    run = headprune.train_gates(listener, tmp_path / "g", target_heads=4, dtype=dtype, **small)
+    assert run.metadata.objective == "task" and math.isfinite(run.metadata.final_loss)
+    headprune.prune(listener, tmp_path / "cut", gates=tmp_path / "g", layout="ragged")
+    healed = headprune.heal(tmp_path / "cut", tmp_path / "healed", teacher=listener, **small)
+    assert healed.after <= healed.before
+    with pytest.raises(HeadpruneError, match="give --metric wer"):
+        headprune.evaluate(listener, data=letters)
+
+
+def test_a_classifier_of_sounds_reads_folders_by_class(recordings: Path, tmp_path: Path) -> None:
+    net = by_samples("Wav2Vec2ForSequenceClassification")
+    net.config.id2label, net.config.label2id = {0: "low", 1: "high"}, {"low": 0, "high": 1}
+    folder = tiny.save(net, tmp_path / "classifier")
+    SAMPLES.save_pretrained(folder)
+    for number, file in enumerate(sorted(recordings.glob("*.wav"))):
+        place = tmp_path / "classes" / ("low" if number < COUNT // 2 else "high") / file.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(place)
+    data = tmp_path / "classes"
+    report = headprune.evaluate(folder, data=data)
+    read = read_recordings(DataConfig(source=str(data)), labelled=True)
+    right = 0
+    for number, label in enumerate(read.labels or ()):
+        inputs = SAMPLES([read.sound(number, RATE)], sampling_rate=RATE, return_tensors="pt")
+        with torch.no_grad():
+            right += net.config.id2label[int(net(**inputs).logits.argmax())] == label
+    assert metric(report, "accuracy") == right / COUNT
+    small: dict[str, Any] = {"data": data, "steps": 2, "batch_size": 4}
+    run = headprune.train_gates(folder, tmp_path / "gates", target_heads=4, **small)
+    assert run.metadata.objective == "task"

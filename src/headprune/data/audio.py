@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from scipy.signal import resample_poly
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Wav2Vec2FeatureExtractor
 
 from headprune.config import DataConfig
+from headprune.data.columns import label_texts
 from headprune.data.images import media_table
+from headprune.data.sequences import Label
 from headprune.data.text import Collate, evenly
 from headprune.errors import DataError
 from headprune.model.batch import Batch, SpeechProcessor, decoder_inputs
@@ -34,25 +36,34 @@ _POSITIONS = 1500  # of an encoder that does not say
 
 @dataclass(frozen=True)
 class Recordings:
-    """Recordings and transcripts.
+    """Recordings, and their transcripts or labels.
 
     Attributes:
         table: A row per recording.
         column: The column of the sound.
-        text_column: That of the transcripts.
+        text_column: That of the transcripts, or of the labels.
+        labelled: Whether it has labels.
         width: Parts of an example: sound and text.
     """
 
     table: Dataset
     column: str
     text_column: str
+    labelled: bool = False
     width: int = 2
-    labels: None = None
 
     @property
     def transcripts(self) -> list[str]:
         """The transcripts."""
         return list(self.table[self.text_column])
+
+    @property
+    def labels(self) -> list[str] | None:
+        """The labels as strings; None of transcripts."""
+        if not self.labelled:
+            return None
+        read = label_texts(self.table, self.text_column)
+        return read(self.table.select_columns([self.text_column]).to_dict())
 
     @property
     def sha256(self) -> str:
@@ -90,10 +101,11 @@ def _bytes(sound: dict[str, Any]) -> bytes:
     return data
 
 
-def read_recordings(data: DataConfig) -> Recordings:
+def read_recordings(data: DataConfig, labelled: bool = False) -> Recordings:
     """Read the recordings that a data config names.
 
-    ``text_column`` is that of the transcripts, or the only one with text.
+    ``text_column`` is that of the transcripts, or the only one with text. If ``labelled``,
+    ``label_column`` is that of the labels, or the only one beside the sound.
 
     Raises:
         HeadpruneError: If there are none, it is unclear which, or soundfile is not installed.
@@ -101,18 +113,33 @@ def read_recordings(data: DataConfig) -> Recordings:
     refuse_missing("Sound", "soundfile")
     table = media_table(data, "recordings", "a folder with a metadata.csv", _of_folder)
     sounds = [name for name, kind in table.features.items() if isinstance(kind, Audio)]
-    texts = [name for name, kind in table.features.items() if kind.dtype == "string"]
-    text = data.text_column or (texts[0] if len(texts) == 1 else "")
-    if len(sounds) != 1 or text not in texts:
+    others = [
+        name
+        for name, kind in table.features.items()
+        if name not in sounds and (labelled or kind.dtype == "string")
+    ]
+    named = data.label_column if labelled else data.text_column
+    text = named or (others[0] if len(others) == 1 else "")
+    if len(sounds) != 1 or text not in others:
+        names = (
+            "--label-column names the labels" if labelled else "--text-column names the transcripts"
+        )
         raise DataError(
             f"'{data.source}' has the columns {', '.join(table.column_names)}: one must hold "
-            "sound, and --text-column names the transcripts."
+            f"sound, and {names}."
         )
-    return Recordings(table.cast_column(sounds[0], Audio(decode=False)), sounds[0], text)
+    return Recordings(table.cast_column(sounds[0], Audio(decode=False)), sounds[0], text, labelled)
 
 
 def _of_folder(folder: Path) -> Dataset:
-    """Return the rows of metadata.csv, which has a column ``file_name`` and transcripts."""
+    """Return the rows of metadata.csv, or the files of subfolders with the names of these.
+
+    metadata.csv has a column ``file_name``, and one of transcripts or labels.
+    """
+    if not (folder / "metadata.csv").exists():
+        files = sorted(file for file in folder.glob("*/*") if file.is_file())
+        rows = {"audio": list(map(str, files)), "label": [file.parent.name for file in files]}
+        return Dataset.from_dict(rows).cast_column("audio", Audio(decode=False))
     with (folder / "metadata.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     sounds = [str(folder / row.pop("file_name")) for row in rows]
@@ -120,36 +147,76 @@ def _of_folder(folder: Path) -> Dataset:
     return table.cast_column("audio", Audio(decode=False))
 
 
-def recording_rows(recordings: Recordings, net: PreTrainedModel, tokenizer: Any) -> Dataset:
-    """Return a row per recording: its number once per position, and its transcript in tokens."""
-    positions = getattr(net.config, "max_source_positions", None) or _POSITIONS
-    first = getattr(net.config, "decoder_start_token_id", None)
-    labels = tokenizer(recordings.transcripts, verbose=False)["input_ids"]
-    labels = [ids[1:] if ids[:1] == [first] else ids for ids in labels]
-    numbers = [[number] * positions for number in range(len(labels))]
+def recording_rows(
+    recordings: Recordings,
+    net: PreTrainedModel,
+    processor: SpeechProcessor,
+    read_label: Callable[[str], Label] | None = None,
+) -> Dataset:
+    """Return a row per recording: its number once per position, and its label or transcript."""
+    count, rate = len(recordings.table), processor.feature_extractor.sampling_rate
+    if net.main_input_name == "input_values" and hasattr(net, "_get_feat_extract_output_lengths"):
+        samples = [len(recordings.sound(number, rate)) for number in range(count)]
+        positions = [max(1, int(net._get_feat_extract_output_lengths(many))) for many in samples]
+    else:
+        positions = [getattr(net.config, "max_source_positions", None) or _POSITIONS] * count
+    if read_label is not None:
+        labels: Any = [read_label(label) for label in recordings.labels or ()]
+    else:
+        first = getattr(net.config, "decoder_start_token_id", None)
+        labels = processor.tokenizer(recordings.transcripts, verbose=False)["input_ids"]
+        labels = [ids[1:] if ids[:1] == [first] else ids for ids in labels]
+    numbers = [[number] * many for number, many in enumerate(positions)]
     return Dataset.from_dict({"input_ids": numbers, "labels": labels})
 
 
 def features_of(
-    recordings: Recordings, net: PreTrainedModel, processor: SpeechProcessor, numbers: Sequence[int]
+    recordings: Recordings,
+    net: PreTrainedModel,
+    processor: SpeechProcessor,
+    numbers: Sequence[int],
+    samples: int | None = None,
 ) -> dict[str, Tensor]:
-    """Return the inputs of a model for some recordings, in its element type."""
+    """Return the inputs of a model for some recordings, in its element type.
+
+    ``samples`` cuts or repeats recordings to one length: padding of samples masks no position.
+    """
     extract = processor.feature_extractor
     rate = extract.sampling_rate
     sounds = [recordings.sound(number, rate) for number in numbers]
-    features = extract(sounds, sampling_rate=rate, return_tensors="pt")
+    if samples is not None:
+        sounds = [np.resize(sound, samples) for sound in sounds]
+    how: dict[str, Any] = {}
+    if isinstance(extract, Wav2Vec2FeatureExtractor):  # others pad to what they read
+        how = {"padding": True, "return_attention_mask": samples is None}
+    features = extract(sounds, sampling_rate=rate, return_tensors="pt", **how)
     return {name: x.to(net.dtype) if x.is_floating_point() else x for name, x in features.items()}
 
 
-def speech_of(recordings: Recordings, net: PreTrainedModel, processor: SpeechProcessor) -> Collate:
-    """Return a function that makes a batch of rows: features, labels and decoder inputs."""
+def speech_of(
+    recordings: Recordings, net: PreTrainedModel, processor: SpeechProcessor, whole: bool = True
+) -> Collate:
+    """Return a function that makes a batch of rows: features, labels and decoder inputs.
+
+    Unless ``whole``, a model that reads samples gets pieces of one length, without labels.
+    """
+    rate, count = processor.feature_extractor.sampling_rate, len(recordings.table)
+    pieces = not whole and isinstance(processor.feature_extractor, Wav2Vec2FeatureExtractor)
+    length = None
+    if pieces:
+        length = int(np.median([len(recordings.sound(number, rate)) for number in range(count)]))
 
     def collate(features: list[dict[str, Any]]) -> Batch:
         numbers = [feature["input_ids"][0] for feature in features]
-        batch = features_of(recordings, net, processor, numbers)
-        labels = [torch.tensor(feature["labels"]) for feature in features]
-        batch["labels"] = pad_sequence(labels, batch_first=True, padding_value=-100)
-        batch["decoder_input_ids"] = decoder_inputs(net, batch["labels"])
+        batch = features_of(recordings, net, processor, numbers, length)
+        labels = [feature["labels"] for feature in features]
+        if not isinstance(labels[0], list):
+            batch["labels"] = torch.tensor(labels)
+        elif not pieces:
+            rows = [torch.tensor(row) for row in labels]
+            batch["labels"] = pad_sequence(rows, batch_first=True, padding_value=-100)
+        if net.config.is_encoder_decoder:
+            batch["decoder_input_ids"] = decoder_inputs(net, batch["labels"])
         return cast(Batch, batch)
 
     return collate

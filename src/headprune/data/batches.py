@@ -94,7 +94,7 @@ def batches(
     if modality == "images":
         return _of_images(objective, net, tokenizer, data, config)
     if modality == "sound":
-        return _of_recordings(net, tokenizer, data, config)
+        return _of_recordings(objective, net, tokenizer, data, config)
     vocabulary = vocabulary_of(net)
     refuse_without_padding(net, task)
     examples = read_examples(data, tokenizer)
@@ -168,15 +168,19 @@ def _of_images(
 
 
 def _of_recordings(
+    objective: Objective,
     net: PreTrainedModel,
     processor: SpeechProcessor,
     data: DataConfig,
     config: TrainGatesConfig | HealConfig | CalibrationConfig,
 ) -> Batches:
-    recordings = read_recordings(data)
-    rows = recording_rows(recordings, net, processor.tokenizer)
+    labelled = task_of(net) in CLASSIFIERS
+    recordings = read_recordings(data, labelled)
+    read_label = label_reader(net, recordings.labels or ()) if labelled else None
+    rows = recording_rows(recordings, net, processor, read_label)
     _refuse_few(rows, config)
-    return Batches(rows, speech_of(recordings, net, processor), config.batch_size)
+    whole = objective is Objective.TASK or task_of(net) == "seq2seq-lm"
+    return Batches(rows, speech_of(recordings, net, processor, whole), config.batch_size)
 
 
 def _refuse_few(rows: Dataset, config: TrainGatesConfig | HealConfig | CalibrationConfig) -> None:
@@ -241,7 +245,7 @@ def calibration(
     objective = Objective.MLM if task == "masked-lm" else Objective.LM
     if task not in ("causal-lm", "masked-lm", "seq2seq-lm"):
         labelled = task in CLASSIFIERS and (
-            data.label_column is not None or modality_of(net) == "images"
+            data.label_column is not None or modality_of(net) != "text"
         )
         objective = Objective.TASK if labelled else Objective.DISTILL
     seq_len = min(config.seq_len, config.calibration_tokens)

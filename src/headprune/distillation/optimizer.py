@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import overload
 
 import torch
@@ -49,9 +50,10 @@ def resolved(config: HealConfig) -> HealConfig:
 def matrices(net: PreTrainedModel) -> list[nn.Parameter]:
     """Return the trained weights of linear layers, without embeddings."""
     linear = {id(m.weight) for m in net.modules() if isinstance(m, (nn.Linear, Conv1D))}
-    head = net.get_output_embeddings()
-    known = (head, net.get_input_embeddings())  # of images, patches are a convolution
-    embeddings = {id(m.weight) for m in known if hasattr(m, "weight")}
+    known = [net.get_output_embeddings()]
+    with suppress(NotImplementedError):  # sound has none
+        known.append(net.get_input_embeddings())
+    embeddings = {id(m.weight) for m in known if hasattr(m, "weight")}  # of patches, a convolution
     moving = (weight for weight in net.parameters() if weight.requires_grad)
     return [w for w in moving if w.dim() == 2 and id(w) in linear - embeddings]
 

@@ -225,7 +225,9 @@ def _columns(
     rows, tokenizer = domain.rows, loaded.tokenizer
     if task == "causal-lm":
         return _generated(net, domain, tokenizer, config, progress)
-    if isinstance(domain.examples, Recordings):
+    if task == "ctc":  # all of it is in what it writes
+        return {}
+    if isinstance(domain.examples, Recordings) and task == "seq2seq-lm":
         collate, words = speech_of(domain.examples, net, tokenizer), tokenizer.tokenizer
         return quality.translation_losses(net, rows, words, size, progress, collate)._asdict()
     if task == "seq2seq-lm":
@@ -238,6 +240,8 @@ def _columns(
         return tag_columns(said, rows, net.config, loaded.nets[0].config)
     images = domain.examples if isinstance(domain.examples, Images) else None
     pixels = None if images is None else pixels_of(images, tokenizer)
+    if isinstance(domain.examples, Recordings):
+        pixels = speech_of(domain.examples, net, tokenizer)
     if task in CLASSIFIERS:
         predicted = quality.predictions(net, rows, tokenizer, size, progress, pixels)
         labels = _labels(loaded, net, rows)

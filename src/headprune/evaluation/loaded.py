@@ -144,6 +144,8 @@ class Loaded:
             return TokenLosses._fields
         if task in _COLUMNS:
             return _COLUMNS[task]
+        if task == "ctc":
+            return ()
         if task == "token-classification":
             entities = names_entities(self.nets[0].config)
             return (*TAGS, *ENTITIES) if entities else TAGS
@@ -229,7 +231,9 @@ def _read(data: DataConfig, model: Model) -> Examples | Images | Recordings:
     modality = modality_of(model.skeleton)
     if modality == "images":
         return read_images(data)
-    return read_recordings(data) if modality == "sound" else read_examples(data, model.tokenizer)
+    if modality == "sound":
+        return read_recordings(data, task_of(model.skeleton) in CLASSIFIERS)
+    return read_examples(data, model.tokenizer)
 
 
 def _loaded(model: Model) -> PreTrainedModel:
@@ -263,7 +267,8 @@ def _domain(
         return LoadedDomain(name, data, some, pixels)
     if isinstance(examples, Recordings):
         heard = examples.spread(config.max_windows)
-        sound = recording_rows(heard, nets[0], tokenizer.tokenizer)
+        read_label = label_reader(nets[0], heard.labels) if heard.labels is not None else None
+        sound = recording_rows(heard, nets[0], tokenizer, read_label)
         said = tuple(heard.transcripts) if config.metrics else ()
         return LoadedDomain(name, data, heard, sound, references=said)
     rows, documents = _rows(nets[0], tokenizer, examples, seq_len, config.max_windows)

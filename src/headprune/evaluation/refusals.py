@@ -47,7 +47,9 @@ def refuse_unfit(
                 f"{option} is for models that generate, and this one is a {kind}. Leave it out, "
                 "with the limits on it."
             )
-    if config.metrics and task not in ("causal-lm", "seq2seq-lm"):
+    if task == "ctc" and not config.metrics:
+        raise HeadpruneError(f"A {kind} is evaluated by what it writes: give --metric wer.")
+    if config.metrics and task not in ("causal-lm", "seq2seq-lm", "ctc"):
         raise HeadpruneError(
             f"--metric {config.metrics[0]} is of written text, and a {kind} writes none. "
             "Leave it out; accuracy and F1 of classifiers are measured without it."

@@ -7,13 +7,14 @@ sums of these counts, so that the bootstrap resamples counts and reads no text a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from headprune.context import Allowed
@@ -235,15 +236,30 @@ def transcribe(
     progress: Progress = lambda done, total: None,
 ) -> list[str]:
     """Return the transcripts that a model writes of recordings; arguments as for ``write``."""
-    how, texts = _deterministic(model.generation_config, 1 + most), list[str]()
+    texts = list[str]()
+    if model.can_generate():
+        how = _deterministic(model.generation_config, 1 + most)
     total = len(recordings.table)
     for start in range(0, total, batch_size):
         numbers = range(start, min(start + batch_size, total))
         inputs = on_device(model, features_of(recordings, model, processor, numbers))
-        ids = model.generate(**inputs, generation_config=how)
+        if model.can_generate():
+            ids = model.generate(**inputs, generation_config=how)
+        else:
+            ids = _by_frames(model, inputs)
         texts += processor.tokenizer.batch_decode(ids, skip_special_tokens=True)
         progress(len(texts), total)
     return texts
+
+
+def _by_frames(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return the likeliest token of every frame, blanks at padding (CTC)."""
+    ids = model(**inputs).logits.argmax(-1)
+    if "attention_mask" in inputs:
+        lengths = model._get_feat_extract_output_lengths(inputs["attention_mask"].sum(1))
+        beyond = torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]
+        ids = ids.masked_fill(beyond, model.config.pad_token_id)
+    return ids
 
 
 def _deterministic(given: GenerationConfig | None, most: int) -> GenerationConfig:

@@ -20,7 +20,7 @@ from headprune.model.passes import run_model
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.dtypes import in_float32
 
-BY_EMBEDDING = ("features", "token-classification", *UNMEASURED)
+BY_EMBEDDING = ("features", "token-classification", "ctc", *UNMEASURED)
 
 
 def losses_without(

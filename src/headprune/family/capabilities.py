@@ -7,10 +7,6 @@ from dataclasses import dataclass
 from headprune.family import FAMILIES
 from headprune.family.spec import Family
 
-# no command reads inputs of their classes
-_UNREAD = {"wav2vec2", "hubert", "data2vec-audio", "unispeech", "sew"}
-_UNREAD |= {"dinov3_vit", "clip_vision_model", "siglip_vision_model"}
-
 
 @dataclass(frozen=True)
 class Capability:
@@ -19,7 +15,7 @@ class Capability:
     Attributes:
         family: ``config.model_type``.
         attention: Its kinds of attention.
-        gates: Whether gates can be trained on it: on text, labelled images or speech.
+        gates: Whether gates can be trained on it: on text, images or speech.
         cut: Whether heads can be cut out of it.
         uneven: How a cut with other counts in every layer loads.
         even: How a cut with equal counts in all layers loads.
@@ -49,7 +45,7 @@ def _capability(family: Family) -> Capability:
     return Capability(
         family=family.model_type,
         attention=tuple(family.attention),
-        gates=family.model_type not in _UNREAD and "vision" not in family.attention,
+        gates="vision" not in family.attention,
         cut=True,
         uneven="runtime",
         even=f"native{unless}" if family.native else "runtime",

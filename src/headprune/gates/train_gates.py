@@ -39,7 +39,7 @@ from headprune.gates.sparsity import ConstantPenalty, HeadTarget, Sparsity
 from headprune.gates.trainer import GateCallback, GatedModel, GateTrainer, freeze
 from headprune.io.outputs import whole_folder
 from headprune.model.attention import of_kinds, refuse_unknown_kinds
-from headprune.model.batch import most_tokens
+from headprune.model.batch import modality_of, most_tokens
 from headprune.model.embedding import head_of
 from headprune.model.gating import gated
 from headprune.model.loading import CLASSIFIERS
@@ -286,7 +286,8 @@ def _objective(config: TrainGatesConfig, model: Model, data: DataConfig) -> Obje
     wanted = config.objective
     of_task = {"causal-lm": Objective.LM, "seq2seq-lm": Objective.LM, "masked-lm": Objective.MLM}
     natural = of_task.get(model.task, Objective.DISTILL)
-    if model.task in (*CLASSIFIERS, "token-classification") and data.label_column:
+    labelled = data.label_column or modality_of(model.net) == "sound"
+    if model.task == "ctc" or (labelled and model.task in (*CLASSIFIERS, "token-classification")):
         natural = Objective.TASK
     possible = [natural, Objective.DISTILL]
     possible += [Objective.LM_DISTILL] if natural is Objective.LM else []

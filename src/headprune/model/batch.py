@@ -29,6 +29,7 @@ Task = Literal[
     "multiple-choice",
     "next-sentence",
     "pre-training",
+    "ctc",
 ]
 Modality = Literal["text", "images", "sound"]
 CLASSIFIERS: tuple[Task, ...] = ("classification", "multi-label", "regression")
@@ -48,6 +49,8 @@ _TASKS: dict[str, Task] = {
     "AutoModelForMaskedLM": "masked-lm",
     "AutoModelForSequenceClassification": "classification",
     "AutoModelForImageClassification": "classification",
+    "AutoModelForAudioClassification": "classification",
+    "AutoModelForCTC": "ctc",
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModelForMultipleChoice": "multiple-choice",
@@ -58,10 +61,10 @@ _TASKS: dict[str, Task] = {
 
 @dataclass(frozen=True)
 class SpeechProcessor:
-    """The feature extractor and the tokenizer of a model of speech."""
+    """The feature extractor of a model of speech, and the tokenizer of one that writes."""
 
     feature_extractor: Any
-    tokenizer: Any
+    tokenizer: Any = None
 
 
 def task_of(model: PreTrainedModel) -> Task:
@@ -97,7 +100,8 @@ def task_of(model: PreTrainedModel) -> Task:
 
 def modality_of(net: PreTrainedModel) -> Modality:
     """Return the kind of a model's inputs; images or sound, if it reads nothing else."""
-    inputs: dict[str, Modality] = {"pixel_values": "images", "input_features": "sound"}
+    inputs: dict[str, Modality] = {"pixel_values": "images"}
+    inputs |= dict.fromkeys(("input_features", "input_values"), "sound")
     return inputs.get(net.main_input_name, "text")
 
 
@@ -174,7 +178,8 @@ class Batch(TypedDict, total=False):
     Attributes:
         input_ids: Token ids, of text.
         pixel_values: Images.
-        input_features: Sound.
+        input_features: Sound, as bins of frequencies.
+        input_values: Sound, as samples.
         attention_mask: 0 where there is padding.
         token_type_ids: Which of two texts a token belongs to.
         decoder_input_ids: Inputs of the decoder of an encoder-decoder.
@@ -186,6 +191,7 @@ class Batch(TypedDict, total=False):
     input_ids: Int[Tensor, "sequences length"]
     pixel_values: Float[Tensor, "sequences channels height width"]
     input_features: Float[Tensor, "sequences bins frames"]
+    input_values: Float[Tensor, sequences * samples]
     attention_mask: Int[Tensor, "sequences length"]
     token_type_ids: Int[Tensor, "sequences length"]
     decoder_input_ids: Int[Tensor, "sequences target_length"]
@@ -196,7 +202,7 @@ class Batch(TypedDict, total=False):
 
 def inputs_of(batch: Mapping[str, Any]) -> Tensor:
     """Return the token ids, the images or the sound of a batch."""
-    names = ("input_ids", "pixel_values", "input_features")
+    names = ("input_ids", "pixel_values", "input_features", "input_values")
     inputs: Tensor = next(batch[name] for name in names if name in batch)
     return inputs
 

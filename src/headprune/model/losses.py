@@ -44,6 +44,9 @@ def divergence(got: Any, wanted: Any, batch: Batch, head: Head) -> Tensor:
         head: The head of the model.
     """
     mask = batch.get("attention_mask", torch.ones_like(inputs_of(batch).flatten(1)))
+    if "input_ids" not in batch:  # positions are not those of pixels and samples
+        states = got.get("logits", got.get("last_hidden_state"))
+        mask = torch.ones(states.shape[:2], device=states.device)
     if "decoder_input_ids" in batch:  # then the logits are those of the target
         mask = (batch["labels"] != -100).long()
     if "logits" in got:

@@ -107,11 +107,12 @@ class Model:
         modality = modality_of(self.any_net)
         if modality == "images":
             return load_extractor(AutoImageProcessor, self.source, **how)
-        tokenizer = load_tokenizer(self.source, self.config, **how)
         if modality == "sound":
             extractor = load_extractor(AutoFeatureExtractor, self.source, **how)
-            return SpeechProcessor(extractor, tokenizer)
-        return tokenizer
+            if self.task not in ("seq2seq-lm", "ctc"):
+                return SpeechProcessor(extractor)
+            return SpeechProcessor(extractor, load_tokenizer(self.source, self.config, **how))
+        return load_tokenizer(self.source, self.config, **how)
 
     @property
     def task(self) -> str:

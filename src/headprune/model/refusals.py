@@ -207,15 +207,16 @@ def refuse_without_text(model: PreTrainedModel, what: str) -> None:
     """
     takes = set(inspect.signature(model.forward).parameters)
     kind, task = modality_of(model), task_of(model)
-    of_images = kind == "images" and task in (*CLASSIFIERS, "features")
-    if (of_images or (kind, task) == ("sound", "seq2seq-lm")) and what in _OF_SENSES:
+    read = {"images": (*CLASSIFIERS, "features"), "sound": (*CLASSIFIERS, "seq2seq-lm", "ctc")}
+    if task in read.get(kind, ()) and what in _OF_SENSES:
         return
     if "input_ids" not in takes or "vision" in family_of(model.config).attention:
         inputs = takes & {"pixel_values", "input_features", "input_values"}
         raise FamilyError(
             f"{type(model).__name__} takes {', '.join(sorted(inputs)) or 'no text'}, and {what} "
-            "reads text, images of classifiers and encoders, and speech of encoder-decoders. "
-            "Choose its heads in Python and cut them with 'headprune prune --plan'."
+            "reads text, images of classifiers and encoders, and speech of classifiers and of "
+            "models that write. Choose its heads in Python and cut them with 'headprune prune "
+            "--plan'."
         )
     if task == "multiple-choice" or (task == "features" and "decoder_input_ids" in takes):
         reads = "several texts at once" if task == "multiple-choice" else "a text and its beginning"
