@@ -13,12 +13,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import matplotlib as mpl
 import typer
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
 from rich.text import Text
@@ -68,7 +69,7 @@ def photographed(work: Path, page: Path) -> None:
         )
 
 
-def drawing(original: str, small: Path, report: dict[str, object]) -> None:
+def drawing(original: str, small: Path, report: dict[str, Any]) -> None:
     """Draw KV heads before and after, and what is saved and kept."""
     before, after = (
         [attention.kv_heads for attention in attention_of(read_model(place).skeleton)]
@@ -100,7 +101,7 @@ def _grid(axes: Axes, before: list[int], after: list[int], fill: str, pale: str)
     for layer, (count, left) in enumerate(zip(before, after, strict=True)):
         for head in range(count):
             colour = fill if head < left else pale
-            axes.add_patch(plt.Rectangle((layer, head), 0.8, 0.8, color=colour))
+            axes.add_patch(Rectangle((layer, head), 0.8, 0.8, color=colour))
     axes.set(xlim=(-0.2, len(before)), ylim=(-0.2, max(before)), aspect="equal")
     axes.axis("off")
 

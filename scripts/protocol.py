@@ -315,15 +315,19 @@ class Bench:
     def _by_command(self, command: str, settings: dict[str, Any], text: str) -> Path:
         out = self.work / "out"
         shutil.rmtree(out, ignore_errors=True)
-        amount = {"calibration_tokens": self.config.tokens}
+        amount: dict[str, Any] = {"calibration_tokens": self.config.tokens}
         if command == "prune":
             scores = self.work / "scores"
-            own = {name: value for name, value in settings.items() if name in ("unit", "criterion")}
+            own: dict[str, Any] = {
+                name: value for name, value in settings.items() if name in ("unit", "criterion")
+            }
             of_cut = {n: value for n, value in settings.items() if n not in own}
             headprune.score(self.model, scores, data=text, **own, **amount, overwrite=True)
             headprune.prune(self.model, out, scores=scores, **of_cut)
         elif command == "convert_gqa":
-            given = {} if settings.get("merge") == "mean" else {"calibrate": text, **amount}
+            given: dict[str, Any] = {"calibrate": text, **amount}
+            if settings.get("merge") == "mean":
+                given = {}
             steps = settings.pop("heal_steps", None)
             headprune.convert_gqa(self.model, out, **settings, **given)
             if steps:
@@ -416,7 +420,7 @@ def _tasks(lines: list[str], work: Path) -> list[Path]:
         label = order.index(3)
         endings.append({"context": start, "choices": [choices[k] for k in order], "label": label})
     shared = {"test_split": "test", "metadata": {"version": 1}, "dataset_path": "json"}
-    of = {
+    of: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
         "last_word": (
             words,
             {

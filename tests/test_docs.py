@@ -185,3 +185,14 @@ def test_a_walk_through_that_no_longer_fits_is_noticed(tmp_path: Path) -> None:
     assert file.read_text() == "a\nx\nb\nc\n"
     with pytest.raises(AssertionError):
         apply(" a\n+x\n b\n", file)
+
+
+def test_troubleshooting_quotes_what_is_said() -> None:
+    page = (ROOT / "docs/guides/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    source = " ".join(
+        re.sub(r'"\s*\n\s*f?"', "", file.read_text(encoding="utf-8"))
+        for file in (ROOT / "src").rglob("*.py")
+    )
+    assert len(quoted) >= 15 and "what nobody says" not in source
+    assert not [text for text in quoted if text not in source]

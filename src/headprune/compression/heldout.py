@@ -22,7 +22,7 @@ from headprune.data.tokens import around, token_ids
 from headprune.errors import DataError
 from headprune.evaluation import quality
 from headprune.evaluation.metrics import METRICS, Floats
-from headprune.evaluation.written import references_of, scores, write
+from headprune.evaluation.written import COUNTED, references_of, write
 from headprune.evidence.recall import FEWEST, PASSAGES, needed
 from headprune.model.answers import Prompt, answered
 from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
@@ -49,12 +49,12 @@ class Half:
 
 @dataclass(frozen=True)
 class Measure:
-    """The measure of a kind of model, or a metric of what it writes.
+    """The measure of a kind of model, or a metric of its texts.
 
     Attributes:
         name: Name of the number.
         higher_is_better: Its direction.
-        rows: What is counted of every sequence, from the outputs of model and original; see
+        rows: Counts of every sequence, from the outputs of model and original; see
             ``HeldOut.outputs``.
         number: From such rows, of shape (sequences, counts), to the number.
     """
@@ -135,13 +135,13 @@ class HeldOut:
         seq_len: Tokens of a sequence, at most.
         tokens: About how many tokens of all texts are used.
         batch_size: Sequences per pass.
-        written: The metric that chooses instead of what is usual for the task.
+        written: The metric that chooses, instead of the usual measure.
 
     Raises:
         DataError: If there is too little to choose on.
     """
 
-    def __init__(  # the original, the texts, and how much of them
+    def __init__(
         self,
         net: PreTrainedModel,
         tokenizer: Any,
@@ -258,8 +258,8 @@ class HeldOut:
         if self.written is not None:
             sized = (self.tokenizer, self.batch_size, self.written.most, progress)
             written = write(net, rows["source"], *sized)
-            counted, _ = scores([self.written.metric], written, rows["reference"])
-            return next(iter(counted.values()))
+            counts = COUNTED[self.written.metric].counts(written, rows["reference"])
+            return np.array(counts, np.float64)
         how = (net, rows, self.tokenizer, self.batch_size)
         if self.task in CLASSIFIERS:
             return quality.predictions(*how, progress=progress)

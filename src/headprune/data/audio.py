@@ -138,8 +138,8 @@ def _of_folder(folder: Path) -> Dataset:
     """
     if not (folder / "metadata.csv").exists():
         files = sorted(file for file in folder.glob("*/*") if file.is_file())
-        rows = {"audio": list(map(str, files)), "label": [file.parent.name for file in files]}
-        return Dataset.from_dict(rows).cast_column("audio", Audio(decode=False))
+        columns = {"audio": list(map(str, files)), "label": [file.parent.name for file in files]}
+        return Dataset.from_dict(columns).cast_column("audio", Audio(decode=False))
     with (folder / "metadata.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     sounds = [str(folder / row.pop("file_name")) for row in rows]
@@ -187,7 +187,7 @@ def features_of(
     if samples is not None:
         sounds = [np.resize(sound, samples) for sound in sounds]
     how: dict[str, Any] = {}
-    if isinstance(extract, Wav2Vec2FeatureExtractor):  # others pad to what they read
+    if isinstance(extract, Wav2Vec2FeatureExtractor):  # others pad to a length of their own
         how = {"padding": True, "return_attention_mask": samples is None}
     features = extract(sounds, sampling_rate=rate, return_tensors="pt", **how)
     return {name: x.to(net.dtype) if x.is_floating_point() else x for name, x in features.items()}

@@ -134,7 +134,7 @@ def batches(
         rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
         collator: Any = pairs_of(net, tokenizer)
     elif task == "token-classification" and objective is Objective.TASK:
-        rows = tagged_rows(examples, tokenizer, seq_len, label_reader(net), vocabulary)
+        rows = tagged_rows(examples, tokenizer, seq_len, tag_reader(net), vocabulary)
         collator = DataCollatorForTokenClassification(_padding(tokenizer, net))
     else:
         labelled = objective is Objective.TASK and data.label_column is not None
@@ -351,8 +351,6 @@ def label_reader(net: PreTrainedModel, column: Iterable[str] = ()) -> Callable[[
     if task == "multi-label":
         forms = {_is_flags(label, ids) for label in (column if len(ids) == 2 else ())} - {None}
         return partial(_yes_or_no, label_ids=ids, flags=forms.pop() if len(forms) == 1 else None)
-    if task == "token-classification":
-        return partial(_tags, label_ids=ids)
     if task != "regression":
         return partial(_label_id, label_ids=ids)
     if net.config.num_labels != 1:
@@ -402,8 +400,10 @@ def _yes_or_no(label: str, label_ids: dict[str, int], flags: bool | None) -> lis
     return [float(number in holding) for number in range(len(label_ids))]
 
 
-def _tags(label: str, label_ids: dict[str, int]) -> list[int]:
-    return [_label_id(tag, label_ids) for tag in _parts(label, label_ids)]
+def tag_reader(net: PreTrainedModel) -> Callable[[str], list[int]]:
+    """Return a function that reads the tags of a sentence as numbers."""
+    ids = class_ids(net.config)
+    return lambda tags: [_label_id(tag, ids) for tag in _parts(tags, ids)]
 
 
 def _label_id(label: str, label_ids: dict[str, int]) -> int:

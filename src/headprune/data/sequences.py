@@ -180,7 +180,7 @@ def tagged_rows(
     examples: Examples,
     tokenizer: Any,
     seq_len: int,
-    read_tags: Callable[[str], Label],
+    read_tags: Callable[[str], list[int]],
     vocabulary: int | None = None,
 ) -> Dataset:
     """Tokenize sentences of tagged words, each cut off at ``seq_len``.
@@ -210,7 +210,7 @@ def tagged_rows(
             for number, (text, at) in enumerate(zip(texts, places, strict=True), done):
                 of_words = read_tags(next(tags))
                 count = len(text.split(" "))
-                if not isinstance(of_words, list) or len(of_words) != count:
+                if len(of_words) != count:
                     raise DataError(
                         f"Row {number} (counted from 0) has {count} words and other than {count} "
                         "tags: name columns of lists, of words without spaces and of their tags."

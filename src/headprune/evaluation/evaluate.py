@@ -19,6 +19,7 @@ from headprune.context import Context
 from headprune.data.audio import Recordings, speech_of
 from headprune.data.images import Images, pixels_of
 from headprune.data.read import Examples
+from headprune.data.text import Collate
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import Numbers, bootstrap
@@ -225,11 +226,11 @@ def _columns(
     rows, tokenizer = domain.rows, loaded.tokenizer
     if task == "causal-lm":
         return _generated(net, domain, tokenizer, config, progress)
-    if task == "ctc":  # all of it is in what it writes
+    if task == "ctc":  # its text says it all
         return {}
     if isinstance(domain.examples, Recordings) and task == "seq2seq-lm":
-        collate, words = speech_of(domain.examples, net, tokenizer), tokenizer.tokenizer
-        return quality.translation_losses(net, rows, words, size, progress, collate)._asdict()
+        sound, words = speech_of(domain.examples, net, tokenizer), tokenizer.tokenizer
+        return quality.translation_losses(net, rows, words, size, progress, sound)._asdict()
     if task == "seq2seq-lm":
         return quality.translation_losses(net, rows, tokenizer, size, progress)._asdict()
     if task in LANGUAGE_MODELS:
@@ -238,12 +239,14 @@ def _columns(
     if task == "token-classification":
         said = quality.tags(net, rows, tokenizer, size, progress)
         return tag_columns(said, rows, net.config, loaded.nets[0].config)
-    images = domain.examples if isinstance(domain.examples, Images) else None
-    pixels = None if images is None else pixels_of(images, tokenizer)
-    if isinstance(domain.examples, Recordings):
-        pixels = speech_of(domain.examples, net, tokenizer)
+    given = domain.examples
+    collate: Collate | None = None
+    if isinstance(given, Images):
+        collate = pixels_of(given, tokenizer)
+    elif isinstance(given, Recordings):
+        collate = speech_of(given, net, tokenizer)
     if task in CLASSIFIERS:
-        predicted = quality.predictions(net, rows, tokenizer, size, progress, pixels)
+        predicted = quality.predictions(net, rows, tokenizer, size, progress, collate)
         labels = _labels(loaded, net, rows)
         if task == "regression":
             return {"similarities": predicted[:, 0], "scores": _scores(labels.tolist())}
@@ -259,9 +262,8 @@ def _columns(
             "label_hits": (predicted * labels).sum(1),
             "labels": (predicted + labels).sum(1),
         }
-    embeddings = quality.embeddings(net, rows, tokenizer, size, progress, pixels)
+    embeddings = quality.embeddings(net, rows, tokenizer, size, progress, collate)
     vectors[domain.name] = embeddings
-    given = domain.examples
     return _similarities(embeddings, given) if isinstance(given, Examples) else {}
 
 

@@ -17,7 +17,7 @@ from headprune import devices
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Allowed
 from headprune.data.audio import Recordings, read_recordings, recording_rows
-from headprune.data.batches import label_reader
+from headprune.data.batches import label_reader, tag_reader
 from headprune.data.images import Images, image_rows, read_images
 from headprune.data.passages import PassageWord, lines_of, passage_words, passages
 from headprune.data.read import Examples, read_examples, refuse_missing_file
@@ -309,7 +309,7 @@ def _rows(
         return translation_rows(examples.spread(most), tokenizer, seq_len, known), None
     if task == "token-classification":
         some = examples.spread(most)
-        return tagged_rows(some, tokenizer, seq_len, label_reader(net), known), None
+        return tagged_rows(some, tokenizer, seq_len, tag_reader(net), known), None
     some = by_sentence(examples).spread(most)
     if task in CLASSIFIERS:
         read_label = label_reader(net, examples.labels or ())

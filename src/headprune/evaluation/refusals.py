@@ -48,7 +48,7 @@ def refuse_unfit(
                 "with the limits on it."
             )
     if task == "ctc" and not config.metrics:
-        raise HeadpruneError(f"A {kind} is evaluated by what it writes: give --metric wer.")
+        raise HeadpruneError(f"A {kind} is evaluated by its texts: give --metric wer.")
     if config.metrics and task not in ("causal-lm", "seq2seq-lm", "ctc"):
         raise HeadpruneError(
             f"--metric {config.metrics[0]} is of written text, and a {kind} writes none. "

@@ -254,7 +254,7 @@ def transcribe(
 
 def _by_frames(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
     """Return the likeliest token of every frame, blanks at padding (CTC)."""
-    ids = model(**inputs).logits.argmax(-1)
+    ids: Tensor = model(**inputs).logits.argmax(-1)
     if "attention_mask" in inputs:
         lengths = model._get_feat_extract_output_lengths(inputs["attention_mask"].sum(1))
         beyond = torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]
