@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
-## demo: SmolLM2-135M from fetching it to a smaller, verified, evaluated model in ONNX Runtime
+## demo: SmolLM2-135M from fetching it to a smaller, verified, evaluated model
 DEMO := .venv-demo
 $(DEMO)/.installed: pyproject.toml constraints.txt
 	@echo 'First the packages of the demo, into $(DEMO).'

@@ -12,14 +12,15 @@ import pytest
 import torch
 from rich.console import Console
 
+import headprune as package
 from headprune import app as cli
 from tests import tiny
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo"
-SMALLER = {"256": "16", "seq_len=256": "seq_len=16", "24": "6", "4096": "256", "3072": "64"}
+SMALLER = {"seq_len=256": "seq_len=16", "12": "6"}
 FITTING = {
     "seq_len: 256": "seq_len: 16",
-    "recovery >= 80 %": "recovery >= 50 %",  # of a model that has learned nothing
+    "recovery >= 75 %": "recovery >= 50 %",  # of a model that has learned nothing
     "load_route == runtime": "load_route == native",  # of two layers that are cut alike
 }
 
@@ -45,6 +46,11 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def headprune(*arguments: object) -> None:
         words = [SMALLER.get(str(word), str(word)) for word in arguments]
+        if words[0] == "check" and not (tmp_path / "baseline.json").exists():
+            run([*words, "--update-baseline"])
+        run(words)
+
+    def run(words: list[str]) -> None:
         monkeypatch.setattr("sys.argv", ["headprune", *words])
         with pytest.raises(SystemExit) as stop:
             cli.main()
@@ -68,21 +74,23 @@ def test_the_demo_runs(
     demo["main"]()
     told = capsys.readouterr().out
     results = tmp_path / "demo-results"
-    cut, shared = (
-        json.loads((results / name / "report.json").read_text())
-        for name in ("three-quarters", "one-kv-head")
-    )
-    assert [report["model"]["cost"]["kv_heads"] for report in (cut, shared)] == [4, 2]
+    report = json.loads((results / "three-quarters" / "report.json").read_text())
+    assert report["model"]["cost"]["kv_heads"] == 4
     table = told.partition("before and after")[2]
-    for number in (cut["model"]["metrics"][0]["value"], shared["model"]["metrics"][0]["value"]):
-        assert f"{number:,.2f}" in table
-    torch_says, _, engine_says = told.partition("in torch:")[2].partition("and in ONNX Runtime:")
-    assert (results / "smollm2-small-onnx" / "model.onnx").is_file()
-    words = torch_says.split()
-    assert len(words) > 3 and engine_says.split()[: len(words)] == words
-    assert 'failures="0"' in (results / "check.xml").read_text()
-    page = (results / "report.html").read_text()
-    assert "three-quarters" in page and "one-kv-head" in page
+    assert f"{report['model']['metrics'][0]['value']:,.2f}" in table
+    assert "On this machine the rest takes about" in told
+    assert "three-quarters" in (results / "report.html").read_text()
+    # what it says last works as it stands
+    load, command = (line.split(":", 1)[1].strip() for line in told.splitlines()[-2:])
+    assert isinstance(eval(load, {"headprune": package}), torch.nn.Module)
+    demo["main"].__globals__["headprune"](*command.split()[1:])
+    assert (tmp_path / "small-vllm" / "export.json").exists()
+
+
+def test_the_stored_baseline_is_of_the_demo() -> None:
+    stored = json.loads((DEMO / "baseline.json").read_text())
+    assert stored["settings"]["seq_len"] == 256 and stored["structure"]["kv_heads"] == 68
+    assert {"perplexity"} <= set(stored["metrics"])
 
 
 @pytest.mark.slow
