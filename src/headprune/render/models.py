@@ -118,11 +118,15 @@ def evaluated(report: Report, base: str | None = None) -> list[Block]:
     from headprune.evaluation.metrics import label  # late: inspect needs none of its imports
 
     stderr = {label(name): f" ± {error:.4f}" for name, error in errors.items() if error}
+    changes = {label(one.name): f"{one.change} ({one.bounds})" for one in report.differences}
     rows: list[Sequence[str]] = [
-        (name, f"{value}{stderr.get(name, '')}", of_base, change)
-        for name, of_base, value, change in report.rows()
+        (name, f"{value}{stderr.get(name, '')}", of_base, changes.get(name, "-"))
+        for name, of_base, value, _ in report.rows()
     ]
-    columns = ["", *names, f"model against {names[-1]}"]
+    # names in the title: as heads of columns they leave the numbers no room
+    columns, title = ["", "model", "original", "change"], " against ".join(names)
+    for one in report.differences[:1]:
+        title += f"; changes with {100 * one.interval.confidence:g} % intervals"
     ours, theirs = _sizes(report.model), _sizes(report.against) if report.against else {}
     for name, number in ours.items():
         of_base = theirs.get(name)
@@ -132,7 +136,7 @@ def evaluated(report: Report, base: str | None = None) -> list[Block]:
         rows.append(("computed in", report.model.dtype, report.against.dtype, "-"))
     if report.against is None:
         columns, rows = columns[:2], [row[:2] for row in rows]
-    page: list[Block] = [Table(columns, rows)]
+    page: list[Block] = [Table(columns, rows, title)]
     depths, needles = report.needle()
     if needles:
         beside = " (of the base in brackets)" if report.against is not None else ""
