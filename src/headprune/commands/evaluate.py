@@ -11,6 +11,7 @@ from headprune.commands import options as o
 from headprune.commands.command import command
 from headprune.commands.listing import Panel
 from headprune.config import DataConfig, EvaluateConfig, build, data_configs, domains
+from headprune.config.data import Loss
 from headprune.config.values import Few, Length, Level, Memory, Seed
 from headprune.context import Context
 
@@ -41,6 +42,7 @@ def evaluate(
     data: o.Domains,
     text_column: o.TextColumn | None = None,
     label_column: o.LabelColumn | None = None,
+    loss: o.Loss = "all",
     against: o.Against | None = None,
     tasks: o.Tasks = (),
     metrics: o.Metrics = (),
@@ -103,7 +105,8 @@ def evaluate(
     context.stage("evaluating")
     inputs = (model, *(domain.source for domain in texts), against)
     claim = nullcontext() if output is None else claimed_file(output, EVALUATION, True, inputs)
-    shared = DataConfig(source="", split="test", text_column=text_column, label_column=label_column)
+    columns = {"text_column": text_column, "label_column": label_column}
+    shared = DataConfig(source="", split="test", loss=Loss(loss), **columns)
     with claim:
         report = evaluate(model, data_configs(texts, shared), config, against, context)
         if output is not None:

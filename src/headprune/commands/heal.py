@@ -12,7 +12,7 @@ from headprune.commands import options as o
 from headprune.commands.command import command
 from headprune.commands.listing import Panel
 from headprune.config import HealConfig, Resuming, build
-from headprune.config.data import data_config
+from headprune.config.data import Loss, data_config
 from headprune.config.values import Few, Seed, Steps, possible_place
 from headprune.context import Context
 
@@ -37,6 +37,7 @@ def heal(
         str | Path, BeforeValidator(possible_place), o.option("The model it came from.")
     ],
     data: o.Data,
+    loss: o.Loss = "all",
     steps: o.Steps,
     train: Annotated[
         Literal["attention", "lora", "all"], o.option("Weights to train.", panel=o.TRAINING)
@@ -82,6 +83,6 @@ def heal(
         save_every=save_every,
         report_to=report_to,
     )
-    source = data_config(data, text_column, label_column)
+    source = data_config(data, text_column, label_column, loss=Loss(loss))
     resuming = Resuming(overwrite=overwrite, resume=resume)
     return heal(model, teacher, source, Path(output), config, resuming, context)

@@ -51,6 +51,9 @@ Domains = Annotated[
 ]
 TextColumn = Annotated[str, option("Column of the text; two, comma-separated, for pairs.")]
 LabelColumn = Annotated[str, option("Column of the label or the similarity score.")]
+Loss = Annotated[
+    Literal["all", "answers"], option("Tokens that count in chats: all, or those of answers.")
+]
 Tokens = Annotated[
     values.Tokens, option("Tokens of the data to read, spread evenly.", panel=CALIBRATION)
 ]

@@ -12,7 +12,7 @@ from headprune.commands import options as o
 from headprune.commands.command import command
 from headprune.commands.listing import Panel
 from headprune.config import Resuming, TrainGatesConfig, build
-from headprune.config.data import data_config
+from headprune.config.data import Loss, data_config
 from headprune.config.values import Kept, Positive, Seed, Steps
 from headprune.context import Allowed, Context
 
@@ -44,6 +44,7 @@ def train_gates(
     data: o.Data,
     text_column: o.TextColumn | None = None,
     label_column: o.LabelColumn | None = None,
+    loss: o.Loss = "all",
     target_heads: Annotated[
         Kept, o.option("Heads to keep: a share (0.75; 1.0 is all) or a count (202; 1 is one).")
     ]
@@ -109,7 +110,7 @@ def train_gates(
         save_every=save_every,
         report_to=report_to,
     )
-    source = data_config(data, text_column, label_column)
+    source = data_config(data, text_column, label_column, loss=Loss(loss))
     resuming = Resuming(overwrite=overwrite, resume=resume)
     return train_gates(
         model, source, Path(output), config, resuming, context, refuse=refuse_unproven

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,18 +14,27 @@ from headprune.config.base import Settings, build
 from headprune.config.values import Dtype, Few, Length, Place, Seed, Tokens
 
 
+class Loss(str, Enum):
+    """Tokens that count in a loss."""
+
+    ALL = "all"
+    ANSWERS = "answers"  # of the assistant, in chats
+
+
 class DataConfig(Settings):
     """Source of examples: a file, a folder or a hub id.
 
     Attributes:
         text_column: Column with the text; two, comma-separated, for pairs.
         label_column: Column with the label or the similarity score.
+        loss: Tokens that count.
     """
 
     source: Place
     split: str = "train"
     text_column: str | None = None
     label_column: str | None = None
+    loss: Loss = Loss.ALL
 
     @property
     def pairs(self) -> bool:
@@ -33,7 +43,11 @@ class DataConfig(Settings):
 
 
 def data_config(
-    place: str | Path, text_column: str | None, label_column: str | None, split: str = "train"
+    place: str | Path,
+    text_column: str | None,
+    label_column: str | None,
+    split: str = "train",
+    loss: Loss = Loss.ALL,
 ) -> DataConfig:
     """Return the data at a place; a split may stand behind "@", as in ``wikitext@test``."""
     source = str(place)
@@ -41,7 +55,11 @@ def data_config(
     if at and name and "/" not in given and not Path(source).exists():
         source, split = name, given
     return DataConfig(
-        source=source, split=split, text_column=text_column, label_column=label_column
+        source=source,
+        split=split,
+        text_column=text_column,
+        label_column=label_column,
+        loss=loss,
     )
 
 
@@ -63,6 +81,7 @@ def data_configs(domains: Sequence[Domain], shared: DataConfig) -> dict[str, Dat
             each.text_column or shared.text_column,
             each.label_column or shared.label_column,
             each.split or shared.split,
+            shared.loss,
         )
         for each in domains
     }

@@ -29,12 +29,14 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
+from headprune.config.data import Loss
 from headprune.data.audio import read_recordings, recording_rows, speech_of
 from headprune.data.images import image_rows, pixels_of, read_images
 from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import OF_SENTENCES, by_sentence
 from headprune.data.sequences import (
     Label,
+    answer_rows,
     packed_sequences,
     tagged_rows,
     tokenized_rows,
@@ -91,6 +93,8 @@ def batches(
     """
     task = task_of(net)
     modality = modality_of(net)
+    if data.loss is Loss.ANSWERS and task != "causal-lm":
+        raise DataError("--loss answers is of the chats of language models: leave it out.")
     if modality == "images":
         return _of_images(objective, net, tokenizer, data, config)
     if modality == "sound":
@@ -105,6 +109,8 @@ def batches(
     if seq_len < 2 and objective is Objective.LM and task == "causal-lm":
         raise DataError("--seq-len 1: there is nothing to predict in sequences of one token.")
     packed = objective is not Objective.TASK and not examples.rows_are_documents
+    if data.loss is Loss.ANSWERS:
+        return _of_answers(net, tokenizer, examples, seq_len, config)
     if task in ("causal-lm", "masked-lm") or (packed and task != "seq2seq-lm"):
         closed = task != "causal-lm"
         rows = packed_sequences(examples, tokenizer, seq_len, need, closed, vocabulary)
@@ -151,6 +157,23 @@ def batches(
         return cast(Batch, dict(collator(some)))
 
     return Batches(rows, padded, of_step)
+
+
+def _of_answers(
+    net: PreTrainedModel,
+    tokenizer: Any,
+    examples: Examples,
+    seq_len: int,
+    config: TrainGatesConfig | HealConfig | CalibrationConfig,
+) -> Batches:
+    rows = answer_rows(examples, tokenizer, seq_len, vocabulary_of(net))
+    _refuse_few(rows, config)
+    padded = DataCollatorForSeq2Seq(_padding(tokenizer, net))
+
+    def collate(features: list[dict[str, Any]]) -> Batch:
+        return cast(Batch, {**padded(features), "use_cache": False})
+
+    return Batches(rows, collate, config.batch_size)
 
 
 def _of_images(
@@ -255,7 +278,8 @@ def calibration(
         rows,
         collate,
         config.calibration_tokens,
-        whole=data.pairs,  # of two texts, one would be lost
+        # of two texts, one would be lost; of a chat, the places of answers
+        whole=data.pairs or data.loss is Loss.ANSWERS,
         batch_size=config.batch_size,
         special_ids=tuple(getattr(tokenizer, "all_special_ids", ())),
     )

@@ -104,16 +104,42 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: Any, source: str
             f"'{source}' holds chats, and the tokenizer has no chat template. Give one of a model "
             "that chats, or write each chat as one text."
         )
-    chat = [
-        {_CALLED.get(key, key): _ROLES.get(value, value) for key, value in each.items() if value}
-        for each in messages
-    ]
     try:
-        text: str = tokenizer.apply_chat_template(chat, tokenize=False)
+        text: str = tokenizer.apply_chat_template(_chat(messages), tokenize=False)
     except Exception as error:  # a template raises errors of its own
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(f"'{source}': the chat template takes no such messages: {first}") from None
     return text
+
+
+def answer_places(messages: Sequence[Mapping[str, Any]], text: str, source: str) -> str:
+    """Return the places of the assistant's answers in a chat's text, as JSON.
+
+    Raises:
+        DataError: If there is none, or the template changes one.
+    """
+    places, at = [], 0
+    for message in _chat(messages):
+        said = str(message.get("content", "")).strip()
+        start = text.find(said, at)
+        if start < 0:
+            raise DataError(
+                f"'{source}': the chat template changes the text of a message, so the answers "
+                "cannot be told from the rest. Leave out --loss answers."
+            )
+        at = start + len(said)
+        if message.get("role") == "assistant" and said:
+            places.append((start, at))
+    if not places:
+        raise DataError(f"'{source}' has a chat without an answer. Leave it out.")
+    return json.dumps(places)
+
+
+def _chat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {_CALLED.get(key, key): _ROLES.get(value, value) for key, value in each.items() if value}
+        for each in messages
+    ]
 
 
 def _is_no_name(column: str) -> bool:

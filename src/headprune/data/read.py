@@ -24,7 +24,9 @@ import datasets
 from datasets import Dataset
 
 from headprune.config import DataConfig
+from headprune.config.data import Loss
 from headprune.data.columns import (
+    answer_places,
     chat_text,
     holds_chats,
     label_texts,
@@ -201,11 +203,22 @@ def read_examples(data: DataConfig, tokenizer: Any = None) -> Examples:
                 return [" ".join(one) if isinstance(one, list) else one for one in values]
             return [chat_text(chat, tokenizer, data.source) for chat in values]
 
+        def places(batch: dict[str, list[Any]]) -> list[Any]:
+            if len(columns) != 1 or not chats:
+                raise DataError(
+                    f"--loss answers is of chats, and '{data.source}' holds none: give rows of "
+                    "messages with role and content."
+                )
+            rows = zip(batch[columns[0]], of_column(batch[columns[0]], columns[0]), strict=True)
+            return [answer_places(chat, text, data.source) for chat, text in rows]
+
         def texts(batch: dict[str, list[Any]]) -> list[Any]:
             return list(zip(*(of_column(batch[c], c) for c in columns), strict=True))
 
-        labels = None
-        if (column := data.label_column) is not None:
+        labels: _Rows | None = None
+        if data.loss is Loss.ANSWERS:
+            labels = _Rows(table.select_columns(columns), places, data.source)
+        elif (column := data.label_column) is not None:
             labels = _Rows(table.select_columns([column]), label_texts(table, column), data.source)
         rows = _Rows(table.select_columns(columns), texts, data.source)
         examples = Examples(rows, labels, rows_are_documents=True)

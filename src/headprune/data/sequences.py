@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -191,11 +192,7 @@ def tagged_rows(
         DataError: If a sentence has more or fewer tags than words, or the tokenizer does not say
             where tokens stand.
     """
-    if not tokenizer.is_fast:
-        raise DataError(
-            f"Tags belong to words, and a {type(tokenizer).__name__} does not say where tokens "
-            "stand. Give the fast tokenizer (tokenizer.json)."
-        )
+    _refuse_slow(tokenizer, "Tags")
     seen, tags = Seen(tokenizer, vocabulary), iter(examples.labels or ())
 
     def parts() -> Iterator[dict[str, Any]]:
@@ -234,6 +231,64 @@ def _at_first_tokens(
         labels.append(-100 if word in (-1, before) else of_words[word])
         before = max(before, word)
     return labels
+
+
+def answer_rows(
+    examples: Examples, tokenizer: Any, seq_len: int, vocabulary: int | None = None
+) -> Dataset:
+    """Tokenize chats, each cut off at ``seq_len``.
+
+    ``labels`` has the tokens of answers, with the one that ends each, and -100 elsewhere. Chats
+    whose answers are all cut off are left out.
+
+    Raises:
+        DataError: If the examples are no chats, or the tokenizer does not say where tokens stand.
+    """
+    _refuse_slow(tokenizer, "Answers")
+    if examples.labels is None:
+        raise DataError("--loss answers is of chats: give rows of messages with role and content.")
+    seen, places = Seen(tokenizer, vocabulary), iter(examples.labels)
+
+    def parts() -> Iterator[dict[str, Any]]:
+        for batch in _batched(examples.texts):
+            options = {"truncation": True, "max_length": seq_len, "verbose": False}
+            rows = tokenizer(
+                [text for (text,) in batch],
+                return_offsets_mapping=True,
+                add_special_tokens=False,  # the template has them
+                **options,
+            )
+            offsets = rows.pop("offset_mapping")
+            seen.add_rows(rows["input_ids"])
+            labels = [
+                _of_answers(ids, at, json.loads(next(places)))
+                for ids, at in zip(rows["input_ids"], offsets, strict=True)
+            ]
+            kept = [n for n, row in enumerate(labels) if any(label != -100 for label in row)]
+            columns = {**rows, "labels": labels}
+            if kept:
+                yield {name: [column[n] for n in kept] for name, column in columns.items()}
+
+    rows = stored(parts())
+    seen.refuse(examples.strings())
+    return rows
+
+
+def _of_answers(
+    ids: Sequence[int], offsets: Sequence[tuple[int, int]], places: Sequence[Sequence[int]]
+) -> list[int]:
+    """Return the tokens in some places of a text and the next one after each, else -100."""
+    inside = [any(a < end and start < b for a, b in places) for start, end in offsets]
+    counts = [here or before for here, before in zip(inside, [False, *inside], strict=False)]
+    return [token if counted else -100 for token, counted in zip(ids, counts, strict=True)]
+
+
+def _refuse_slow(tokenizer: Any, what: str) -> None:
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{what} are found by places in the text, and a {type(tokenizer).__name__} does not "
+            "say where tokens stand. Give the fast tokenizer (tokenizer.json)."
+        )
 
 
 def translation_rows(

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
+from headprune.config.data import Loss
 from headprune.context import Context
 from headprune.data.audio import Recordings, speech_of
 from headprune.data.images import Images, pixels_of
@@ -224,6 +225,8 @@ def _columns(
     """Return the columns of a model on a domain; embeddings are added to ``vectors``."""
     task, size = task_of(net), config.batch_size
     rows, tokenizer = domain.rows, loaded.tokenizer
+    if domain.data.loss is Loss.ANSWERS:
+        return quality.answer_losses(net, rows, tokenizer, size, progress)._asdict()
     if task == "causal-lm":
         return _generated(net, domain, tokenizer, config, progress)
     if task == "ctc":  # its text says it all

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from headprune import devices
 from headprune.config import DataConfig, EvaluateConfig
+from headprune.config.data import Loss
 from headprune.context import Allowed
 from headprune.data.audio import Recordings, read_recordings, recording_rows
 from headprune.data.batches import label_reader, tag_reader
@@ -22,7 +23,13 @@ from headprune.data.images import Images, image_rows, read_images
 from headprune.data.passages import PassageWord, lines_of, passage_words, passages
 from headprune.data.read import Examples, read_examples, refuse_missing_file
 from headprune.data.sentences import by_sentence
-from headprune.data.sequences import tagged_rows, tokenized_rows, translation_rows, windows
+from headprune.data.sequences import (
+    answer_rows,
+    tagged_rows,
+    tokenized_rows,
+    translation_rows,
+    windows,
+)
 from headprune.data.tokens import around, refuse_beyond
 from headprune.evaluation import probes
 from headprune.evaluation.comparison import Numbers
@@ -135,6 +142,8 @@ class Loaded:
 
     def _read(self, domain: LoadedDomain) -> tuple[str, ...]:
         task = task_of(self.nets[0])
+        if domain.data.loss is Loss.ANSWERS:
+            return TokenLosses._fields
         if task == "causal-lm":
             words = WORDS if WordMarks(self.tokenizer).any else ()
             main = () if domain.name else (*COPYING, *probes.NEEDLES)
@@ -155,7 +164,7 @@ class Loaded:
     def settings(self, config: EvaluateConfig) -> dict[str, Any]:
         """Return the settings of a run; packed sequences have their real length."""
         used: dict[str, Any] = {}
-        if task_of(self.nets[0]) in _PACKED:
+        if task_of(self.nets[0]) in _PACKED and self.domains[0].data.loss is Loss.ALL:
             used = {"seq_len": len(self.domains[0].rows[0]["input_ids"])}
         if task_of(self.nets[0]) == "causal-lm" and (before := around(self.tokenizer).before):
             used["prefix_ids"] = before
@@ -214,8 +223,8 @@ def load(
     reads_text = modality_of(models[0].skeleton) == "text"
     examples = [_read(one, models[0]) for one in several.values()]
     nets = [_loaded(model) for model in models]
-    for one in examples:
-        refuse_unfit(nets, names, one, config)
+    for one, place in zip(examples, several.values(), strict=True):
+        refuse_unfit(nets, names, one, place, config)
     seq_len = usable_length(nets[0].config, tokenizers[0], config.seq_len) if reads_text else 0
     if against is not None and reads_text:
         refuse_other_tokenizer(tokenizers[0], tokenizers[1], names)
@@ -271,6 +280,9 @@ def _domain(
         sound = recording_rows(heard, nets[0], tokenizer, read_label)
         said = tuple(heard.transcripts) if config.metrics else ()
         return LoadedDomain(name, data, heard, sound, references=said)
+    if data.loss is Loss.ANSWERS:
+        known, chats = vocabulary_of(nets[0]), examples.spread(config.max_windows)
+        return LoadedDomain(name, data, examples, answer_rows(chats, tokenizer, seq_len, known))
     rows, documents = _rows(nets[0], tokenizer, examples, seq_len, config.max_windows)
     words: tuple[LastWord, ...] = ()
     of_passage: tuple[PassageWord, ...] = ()

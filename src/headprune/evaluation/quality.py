@@ -122,6 +122,27 @@ def translation_losses(
 
 
 @torch.no_grad()
+def answer_losses(
+    model: PreTrainedModel,
+    rows: Dataset,
+    tokenizer: Any,
+    batch_size: int,
+    progress: Progress = lambda done, total: None,
+) -> TokenLosses:
+    """Score the answers of chats, given all before each token.
+
+    Raises:
+        DataError: If a loss is not finite; names the row.
+    """
+    scores, labels = _Scores(tokenizer), iter(rows["labels"])
+    for batch in _padded(model, rows, tokenizer, batch_size, progress):
+        logits = model(**batch, use_cache=False).logits[:, :-1]
+        some = [torch.tensor(next(labels)) for _ in range(len(logits))]
+        scores.add(logits, pad_sequence(some, batch_first=True, padding_value=-100)[:, 1:])
+    return scores.losses()
+
+
+@torch.no_grad()
 def predictions(
     model: PreTrainedModel,
     rows: Dataset,

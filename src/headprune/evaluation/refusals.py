@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headprune.config import EvaluateConfig
+from headprune.config import DataConfig, EvaluateConfig
+from headprune.config.data import Loss
 from headprune.data.audio import Recordings
 from headprune.data.images import Images
 from headprune.data.read import Examples
@@ -33,6 +34,7 @@ def refuse_unfit(
     nets: list[PreTrainedModel],
     names: list[str],
     examples: Examples | Images | Recordings,
+    data: DataConfig,
     config: EvaluateConfig,
 ) -> None:
     """Raise if models and examples do not go together.
@@ -47,6 +49,10 @@ def refuse_unfit(
                 f"{option} is for models that generate, and this one is a {kind}. Leave it out, "
                 "with the limits on it."
             )
+    if data.loss is Loss.ANSWERS and (task != "causal-lm" or config.metrics):
+        raise HeadpruneError(
+            f"--loss answers is of a language model's chats, without --metric; this is a {kind}."
+        )
     if task == "ctc" and not config.metrics:
         raise HeadpruneError(f"A {kind} is evaluated by its texts: give --metric wer.")
     if config.metrics and task not in ("causal-lm", "seq2seq-lm", "ctc"):
