@@ -258,6 +258,10 @@ def losses(seed: int, n: int = 60) -> Samples:
     columns = {name: generator.uniform(1, 5, n) for name in names}
     lines = [[f"{'of ' * k}{i % (k + 2)} words {i}" for i in range(n)] for k in (seed + 1, 3)]
     flags = np.eye(3)[generator.integers(0, 3, (2, n))]
+    right, *more = generator.integers(1, 4, (3, n))
+    columns["entity_counts"] = np.stack(
+        [right, *(right + some for some in more)], axis=1, dtype=np.float64
+    )
     columns["class_counts"] = np.concatenate([flags.prod(0), *flags], axis=1)
     for name in COUNTED.keys() - {"exact_match"}:  # counts of an example hang together
         (column,) = METRICS[name].columns

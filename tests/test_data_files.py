@@ -74,7 +74,7 @@ DAMAGED = {
     "null.jsonl": (b" null\n\nnull\n", "a row that is null"),
     "later.jsonl": (b'{"text": "b"}\nnull\n', "a row that is null"),
     "numbers.jsonl": (b'{"text": 1}\n', "column 'text' .* holds no text"),
-    "lists.jsonl": (b'{"text": ["a"], "b": "c"}\n', "holds no text. Columns of text: b;"),
+    "lists.jsonl": (b'{"text": [1], "b": "c"}\n', "holds no text. Columns of text: b;"),
     "nulls.jsonl": (b'{"text": null}\n', "column 'text' .* holds no text"),
     "chat.jsonl": (
         b'{"source": "a", "messages": [{"role": "user", "content": "w1"}]}\n',

@@ -215,7 +215,7 @@ def speech_of(
         elif not pieces:
             rows = [torch.tensor(row) for row in labels]
             batch["labels"] = pad_sequence(rows, batch_first=True, padding_value=-100)
-        if net.config.is_encoder_decoder:
+        if "labels" in batch and batch["labels"].dim() == 2 and net.config.is_encoder_decoder:
             batch["decoder_input_ids"] = decoder_inputs(net, batch["labels"])
         return cast(Batch, batch)
 

@@ -67,7 +67,7 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
         inputs["input_values"] = torch.randn(2, 8000, generator=generator)
     if task_of(model) == "multiple-choice":
         inputs = {name: ids[None] for name, ids in inputs.items()}  # one example, two choices
-    elif task_of(model) in CLASSIFIERS and config.is_encoder_decoder:
+    elif "input_ids" in inputs and task_of(model) in CLASSIFIERS and config.is_encoder_decoder:
         # it reads the class where its decoder, which makes its own inputs, has read the end
         inputs["input_ids"] = with_one_end(inputs["input_ids"], config, inputs["attention_mask"])
     elif "decoder_input_ids" in takes:
