@@ -13,7 +13,7 @@ MAKE_VENV := $(PYTHON) -c '$(RECENT)' 'constraints.txt needs Python 3.11 or newe
 # processes that share the suite
 WORKERS ?= 2
 
-.PHONY: campaign campaign-short coverage demo docs quick test test-all test-engines self-check test-real test-real-short test-lowest load-matrix lint format clean
+.PHONY: campaign campaign-short coverage demo docs quick test test-all test-engines self-check test-real test-real-short test-lowest load-matrix lint format clean pictures
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || { $(MAKE_VENV) $(VENV); }
@@ -29,6 +29,10 @@ $(DEMO)/.installed: pyproject.toml constraints.txt
 	touch $@
 demo: $(DEMO)/.installed
 	$(DEMO)/bin/python scripts/demo/demo.py
+
+## pictures: those of README and docs, from the results of make demo
+pictures: $(STAMP)
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/pictures.py
 
 ## docs: the documentation, in site/; a broken link is an error
 DOCS_VENV ?= .venv-docs

@@ -1,57 +1,52 @@
-"""Pictures of README and docs, from a real run: ``python scripts/pictures.py MODEL TEST WORK``.
+"""Pictures of README and docs, from the results of the demo: ``python scripts/pictures.py``.
 
-MODEL is compressed to three quarters of its KV heads and evaluated on TEST, a text. What is in WORK
-already is not run again. docs/pictures gets what a terminal shows (SVG, light and dark), the
-report page (PNG, by Chromium) and the drawing of the README.
+docs/pictures gets what terminals show (SVG, light and dark), the report page (PNG, by Chromium) and
+the drawing of the README.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
 
 import matplotlib as mpl
-import typer
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
-from rich.text import Text
 
 import headprune
+from headprune.evaluation.report import Report
 from headprune.model.attention import attention_of
 from headprune.model.open import read_model
+from headprune.render import terminal
+from headprune.render.models import evaluation, inspection
+from headprune.render.records import contenders, proof
+from headprune.schemas.manifest import read_manifest
 
-PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
-WIDTH = 100  # columns of the terminal
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES, DEMO = ROOT / "docs" / "pictures", ROOT / "demo-results"
+SMALL = DEMO / "three-quarters" / "smollm2-small"
+WIDTH = 108  # columns of the terminal
 THEMES = {"": DEFAULT_TERMINAL_THEME, "-dark": MONOKAI}
 COLOURS = {"": ("#1f2937", "#2563eb", "#d1d5db"), "-dark": ("#e5e7eb", "#60a5fa", "#4b5563")}
 
 
-def shown(work: Path, name: str, *words: str) -> None:
-    """Run a command of headprune, once, and draw what its terminal shows at the end."""
-    file = work / f"{name}.ansi"
-    if not file.exists():
-        env = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(WIDTH), "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-m", "headprune", *words]
-        done = subprocess.run(command, cwd=work, env=env, stdout=subprocess.PIPE, check=True)
-        file.write_bytes(done.stdout)
-    text = Text.from_ansi(f"$ headprune {' '.join(words)}\n\n{file.read_text(encoding='utf-8')}")
+def shown(name: str, command: str, show: Callable[[Console], None]) -> None:
+    """Draw what the terminal of a command shows."""
     for suffix, theme in THEMES.items():
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
             console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
-            console.print(text)
-        target = PICTURES / f"{name}{suffix}.svg"
-        console.save_svg(str(target), title=f"headprune {words[0]}", theme=theme)
+            console.print(f"[bold]$ {command}[/]\n", highlight=False)
+            show(console)
+        console.save_svg(str(PICTURES / f"{name}{suffix}.svg"), title="headprune", theme=theme)
 
 
-def photographed(work: Path, page: Path) -> None:
+def photographed(page: Path) -> None:
     """Take a picture of a page in light and dark."""
     browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if browser is None:
@@ -63,26 +58,23 @@ def photographed(work: Path, page: Path) -> None:
         target = PICTURES / f"report{suffix}.png"
         subprocess.run(
             [browser, *flags, f"--screenshot={target}", page.as_uri()],
-            cwd=work,
             capture_output=True,
             check=True,
         )
 
 
-def drawing(original: str, small: Path, report: dict[str, Any]) -> None:
-    """Draw KV heads before and after, and what is saved and kept."""
+def drawing(report: Report) -> None:
+    """Draw KV heads before and after, the saving and its price."""
+    assert report.against is not None
     before, after = (
         [attention.kv_heads for attention in attention_of(read_model(place).skeleton)]
-        for place in (original, small)
+        for place in (report.against.name, SMALL)
     )
-    values = {
-        side: {one["name"]: one["value"] for one in report[side]["metrics"]}
-        for side in ("model", "against")
-    }
-    model, base = values["model"], values["against"]
+    model, base = (
+        {one.name: one.value for one in side.metrics} for side in (report.model, report.against)
+    )
     bars = {
         "KV cache per token": sum(after) / sum(before),
-        "last words kept": model["last_word_accuracy"] / base["last_word_accuracy"],
         "perplexity": model["perplexity"] / base["perplexity"],
     }
     for suffix, (ink, fill, pale) in COLOURS.items():
@@ -117,28 +109,29 @@ def _bars(axes: Axes, bars: dict[str, float], ink: str, fill: str, pale: str) ->
     axes.axis("off")
 
 
-def main(
-    model: Annotated[str, typer.Argument(help="Folder of the model.")],
-    test: Annotated[Path, typer.Argument(help="Text to measure on.")],
-    work: Annotated[Path, typer.Argument(help="Folder for the runs.")],
-) -> None:
-    """Run, and draw."""
-    work.mkdir(parents=True, exist_ok=True)
+def main() -> None:
+    """Draw."""
     PICTURES.mkdir(exist_ok=True)
-    link, text = work / "SmolLM2-135M", work / "test.txt"
-    for place, target in ((link, Path(model)), (text, test)):
-        if not place.exists():
-            place.symlink_to(target.resolve())
-    name = link.name
-    shown(work, "inspect", "inspect", name)
-    shown(work, "compress", "compress", name, "small", "--keep", "0.75")
-    how = ["--data", text.name, "--against", name, "--max-windows", "40"]
-    shown(work, "evaluate", "evaluate", "small", "small/report.json", *how)
-    report = json.loads((work / "small" / "report.json").read_text(encoding="utf-8"))
-    headprune.report([work / "small"], work / "report.html", overwrite=True)
-    photographed(work, work / "report.html")
-    drawing(model, work / "small", report)
+    report = Report.model_validate_json((SMALL.parent / "report.json").read_text(encoding="utf-8"))
+    manifest = read_manifest(SMALL)
+    assert report.against is not None
+    assert manifest.choice is not None
+    choice, inspected = manifest.choice, headprune.inspect(report.against.name)
+    name = "HuggingFaceTB/SmolLM2-135M"
+    shown("inspect", f"headprune inspect {name}", lambda console: inspection(console, inspected))
+    shown(
+        "compress",
+        f"headprune compress {name} small --keep 0.75",
+        lambda console: terminal.show(console, [contenders(choice), *proof(manifest)]),
+    )
+    shown(
+        "evaluate",
+        f"headprune evaluate small --data test.txt --against {name}",
+        lambda console: evaluation(console, report),
+    )
+    photographed(DEMO.absolute() / "report.html")
+    drawing(report)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()
