@@ -71,6 +71,7 @@ class Domain(Settings):
     split: str | None = None
     text_column: str | None = None
     label_column: str | None = None
+    loss: Loss | None = None
 
 
 def data_configs(domains: Sequence[Domain], shared: DataConfig) -> dict[str, DataConfig]:
@@ -81,7 +82,7 @@ def data_configs(domains: Sequence[Domain], shared: DataConfig) -> dict[str, Dat
             each.text_column or shared.text_column,
             each.label_column or shared.label_column,
             each.split or shared.split,
-            shared.loss,
+            each.loss or shared.loss,
         )
         for each in domains
     }

@@ -118,7 +118,8 @@ def evaluated(report: Report, base: str | None = None) -> list[Block]:
     from headprune.evaluation.metrics import label  # late: inspect needs none of its imports
 
     stderr = {label(name): f" ± {error:.4f}" for name, error in errors.items() if error}
-    changes = {label(one.name): f"{one.change} ({one.bounds})" for one in report.differences}
+    bounds = {one.name: one.bounds.replace(" to ", ", ") for one in report.differences}
+    changes = {label(one.name): f"{one.change} [{bounds[one.name]}]" for one in report.differences}
     rows: list[Sequence[str]] = [
         (name, f"{value}{stderr.get(name, '')}", of_base, changes.get(name, "-"))
         for name, of_base, value, _ in report.rows()
