@@ -47,7 +47,7 @@ def divergence(got: Any, wanted: Any, batch: Batch, head: Head) -> Tensor:
     if "input_ids" not in batch:  # positions are not those of pixels and samples
         states = got.get("logits", got.get("last_hidden_state"))
         mask = torch.ones(states.shape[:2], device=states.device)
-    if head.task == "causal-lm" and bool((batch.get("labels", mask) == -100).any()):
+    if head.task == "causal-lm" and "labels" in batch:
         mask = F.pad((batch["labels"][:, 1:] != -100).long(), (0, 1))  # of the token to predict
     if "decoder_input_ids" in batch:  # then the logits are those of the target
         mask = (batch["labels"] != -100).long()
