@@ -37,7 +37,7 @@ def main(
     cuts: Annotated[list[Path], typer.Argument(help="Folders made from the model.")],
     model: Annotated[str, typer.Option(help="Folder of the model.")],
     texts: Annotated[Path, typer.Option(help="Folder of the texts.")],
-    work: Annotated[Path, typer.Option(help="Folder for what is made on the way.")],
+    work: Annotated[Path, typer.Option(help="Folder for intermediate files.")],
 ) -> None:
     """Print a row of Markdown per model and type of cache."""
     bench = Bench(read_config(CONFIGS / "smollm2-kv.yaml"), model, texts, work)

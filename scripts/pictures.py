@@ -89,7 +89,7 @@ def drawing(report: Report) -> None:
 
 
 def _grid(axes: Axes, before: list[int], after: list[int], fill: str, pale: str) -> None:
-    """A column per layer, a square per KV head; those that are saved are pale."""
+    """A column per layer, a square per KV head; saved ones are pale."""
     for layer, (count, left) in enumerate(zip(before, after, strict=True)):
         for head in range(count):
             colour = fill if head < left else pale

@@ -8,7 +8,7 @@ A row of a config names a method and, in ``tries``, settings to choose among. Al
 first sample, and measured on the development texts: the last quarter of WikiText-2 valid, and UD
 English EWT. The best is published: made from three samples, which are the other quarters, and
 measured on WikiText-2 test, whole, and on Brown. Every number goes into
-docs/benchmarks/results.json, and what is there is not measured again. ``pages`` writes the tables.
+docs/benchmarks/results.json, and is not measured again. ``pages`` writes the tables.
 
 Perplexity is that of the published code: rows joined by two newlines, windows without overlap, the
 mean over their predicted tokens. Tasks are run by lm-eval on files that are made of Brown: the last
@@ -127,7 +127,7 @@ class Row(Strict):
         name: Its name.
         method: A command of headprune, a rival of ``rivals.py``, or "original".
         settings: Arguments of the command, or ``keep`` of a rival.
-        tries: Further settings, of which the best on the development texts are published.
+        tries: Further settings; the best on the development texts are published.
         short: Whether windows of 128 tokens are measured too.
     """
 
@@ -139,10 +139,9 @@ class Row(Strict):
 
 
 class Config(Strict):
-    """The rows of a table, and a sentence about them."""
+    """The rows of a table, and their calibration."""
 
     model: str
-    title: str
     tokens: int = 16_384
     seq_len: int = 512
     rows: tuple[Row, ...]
@@ -457,7 +456,7 @@ def measure(
     config: Annotated[Path, typer.Argument(help="Rows, in configs/bench.")],
     model: Annotated[str, typer.Option(help="Folder of the model.")],
     texts: Annotated[Path, typer.Option(help="Folder of the texts.")],
-    work: Annotated[Path, typer.Option(help="Folder for what is made on the way.")],
+    work: Annotated[Path, typer.Option(help="Folder for intermediate files.")],
     row: Annotated[str | None, typer.Option(help="Only this row.")] = None,
     samples: Annotated[int, typer.Option(help="Samples to measure.")] = SAMPLES,
 ) -> None:

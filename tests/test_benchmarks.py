@@ -123,7 +123,7 @@ def test_only_what_is_written_down_is_published(
     protocol: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "own.yaml"
-    config.write_text("model: x\ntitle: x\nrows: [{name: a, method: FLAP}]\n")
+    config.write_text("model: x\nrows: [{name: a, method: FLAP}]\n")
     with pytest.raises(protocol.ProtocolError, match="may not be published"):
         protocol.read_config(config)
     for file in protocol.CONFIGS.glob("*.yaml"):

@@ -104,6 +104,24 @@ def test_tags_and_entities_are_those_of_seqeval(model: Path, sentences: Dataset)
     assert numbers(headprune.evaluate(model, data=classes, **HOW)) == got
 
 
+def test_models_may_number_tags_differently(
+    model: Path, sentences: Dataset, tmp_path: Path
+) -> None:
+    net = headprune.from_pretrained(model)
+    order = [3, 2, 1, 0]
+    net.classifier.weight.data = net.classifier.weight.data[order]
+    net.classifier.bias.data = net.classifier.bias.data[order]
+    net.config.id2label = {n: TAGS[old] for n, old in enumerate(order)}
+    net.config.label2id = {name: n for n, name in net.config.id2label.items()}
+    other = tiny.save(net, tmp_path / "other")
+    report = headprune.evaluate(other, data=sentences, against=model, **HOW)
+    assert all(one.interval.low == one.interval.high for one in report.differences)
+    numbered = [[TAGS.index(name) for name in row] for row in sentences["tags"]]
+    data = Dataset.from_dict({"tokens": sentences["tokens"], "tags": numbered})
+    with pytest.raises(DataError, match="so the label '0' is ambiguous"):
+        headprune.evaluate(other, data=data, against=model, **HOW)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_trained_cut_compressed_and_compared(
     dtype: str, model: Path, sentences: Dataset, tmp_path: Path

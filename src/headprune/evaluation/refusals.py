@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,10 @@ def _refuse_unlike(
             f"Only one of '{names[0]}' and '{names[1]}' has the class '{differing[0]}' (label2id "
             f"in config.json); {_MADE_FROM}."
         )
-    numbers = [] if ours == theirs else [one for one in examples.labels or () if one not in ours]
+    given: Iterable[str] = examples.labels or ()
+    if task_of(nets[0]) == "token-classification":  # a list per sentence
+        given = (str(tag) for tags in given for tag in json.loads(tags))
+    numbers = [] if ours == theirs else [one for one in given if one not in ours]
     if numbers:
         raise DataError(
             f"'{names[0]}' and '{names[1]}' number their classes differently, so the label "
