@@ -54,8 +54,8 @@ Pruned models in the engines that serve them, on one thread of a shared machine,
 last hidden states of 32 padded sentences, or of the logits of two windows of 256 tokens. Speed is
 in tokens per second, timed in turn with the original in torch; the ratio is to that.
 
-The ratio of the original in torch to itself is the noise of the run: what is within it of another
-ratio is no difference, and rates of different rows, timed minutes apart, are not to be compared.
+The ratio of the original in torch to itself is the noise of the run: a smaller
+difference tells nothing. Rates of different rows were timed minutes apart, and do not compare.
 
 ```bash
 python scripts/bench_engines.py --minilm FOLDER --smollm FOLDER --pairs STSB_TEST \\

@@ -1,7 +1,7 @@
 """Pictures of README and docs, from the results of the demo: ``python scripts/pictures.py``.
 
-docs/pictures gets what terminals show (SVG, light and dark), the report page (PNG, by Chromium) and
-the drawing of the README.
+docs/pictures gets terminals, roles and the drawing of the README as SVG, light and dark. The pages
+of report and attention become PNG, by Chromium.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
 
 import headprune
 from headprune.evaluation.report import Report
+from headprune.io.figures import GRID, INK, MUTED, PAPER
 from headprune.model.attention import attention_of
 from headprune.model.open import read_model
 from headprune.render import terminal
@@ -31,6 +32,7 @@ from headprune.schemas.manifest import read_manifest
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES, DEMO = ROOT / "docs" / "pictures", ROOT / "demo-results"
 SMALL = DEMO / "three-quarters" / "smollm2-small"
+SENTENCE = "The cat sat on the mat, and the dog lay on the rug. The cat sat on the mat again."
 WIDTH = 108  # columns of the terminal
 THEMES = {"": DEFAULT_TERMINAL_THEME, "-dark": MONOKAI}
 COLOURS = {"": ("#1f2937", "#2563eb", "#d1d5db"), "-dark": ("#e5e7eb", "#60a5fa", "#4b5563")}
@@ -46,21 +48,45 @@ def shown(name: str, command: str, show: Callable[[Console], None]) -> None:
         console.save_svg(str(PICTURES / f"{name}{suffix}.svg"), title="headprune", theme=theme)
 
 
-def photographed(page: Path) -> None:
+def photographed(page: Path, size: str) -> None:
     """Take a picture of a page in light and dark."""
     browser = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if browser is None:
-        print("No Chromium is installed: report.png stays as it is.")
+        print(f"No Chromium is installed: {page.stem}.png stays as it is.")
         return
     for suffix in THEMES:
-        flags = ["--headless=new", "--no-sandbox", "--hide-scrollbars", "--window-size=1200,1500"]
+        flags = ["--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={size}"]
         flags += ["--blink-settings=preferredColorScheme=0"] if suffix else []
-        target = PICTURES / f"report{suffix}.png"
+        target = PICTURES / f"{page.stem}{suffix}.png"
         subprocess.run(
             [browser, *flags, f"--screenshot={target}", page.as_uri()],
             capture_output=True,
             check=True,
         )
+
+
+def looked_at(model: str) -> None:
+    """Draw the roles of a model's heads, and the attention of one of them in a sentence."""
+    roles, page = DEMO / "roles", DEMO / "attention.html"
+    headprune.roles(
+        model,
+        roles,
+        data=DEMO.parent / "scripts" / "demo" / "test.txt",
+        sequences=16,
+        overwrite=True,
+    )
+    drawn = (roles / "roles.svg").read_text(encoding="utf-8")
+    (PICTURES / "roles.svg").write_text(drawn, encoding="utf-8")
+    for light, dark in (
+        (INK, "#e5e7eb"),
+        (MUTED, "#9ca3af"),
+        (GRID, "#374151"),
+        (PAPER, "#1e2129"),
+    ):
+        drawn = drawn.replace(light, dark)
+    (PICTURES / "roles-dark.svg").write_text(drawn, encoding="utf-8")
+    headprune.attention(model, page, text=SENTENCE, head=("18.6",), overwrite=True)
+    photographed(page, "1200,900")
 
 
 def drawing(report: Report) -> None:
@@ -129,7 +155,8 @@ def main() -> None:
         f"headprune evaluate small --data test.txt --against {name}",
         lambda console: evaluation(console, report),
     )
-    photographed(DEMO.absolute() / "report.html")
+    photographed(DEMO / "report.html", "1200,1500")
+    looked_at(report.against.name)
     drawing(report)
 
 

@@ -199,6 +199,13 @@ class Results(Strict):
         wanted = (table, row, sample)
         return next((r for r in self.results if (r.table, r.row, r.sample) == wanted), None)
 
+    def original(self, table: str) -> Result | None:
+        """Return the original of a table's rows, of whichever table; None before one is measured."""
+        digest = next((r.model_sha256 for r in self.results if r.table == table), None)
+        return next(
+            (r for r in self.results if r.row == "original" and r.model_sha256 == digest), None
+        )
+
     def write_with(self, result: Result) -> Results:
         """Write and return all of them and another."""
         more = self.model_copy(update={"results": (*self.results, result)})
@@ -524,7 +531,7 @@ _MARK = re.compile(r"(<!-- protocol: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 def table(name: str, results: Results) -> str:
     """Return the table of a config in Markdown: means over samples, relative to the original."""
     config = read_config(CONFIGS / f"{name}.yaml")
-    original = results.get(name, "original", 0)
+    original = results.original(name)
     if original is None:
         return "Not measured yet.\n"
     columns = {n: c for n, c in _COLUMNS.items() if n in original.numbers}

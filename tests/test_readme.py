@@ -20,7 +20,7 @@ from tests.marks import slow_unless
 from tests.test_verify import PRUNED, old_folder
 
 ROOT = Path(__file__).parents[1]
-LONG = ("compress", "evaluate", "gqa", "large-models", "roles", "without-training")
+LONG = ("compress", "evaluate", "gqa", "memory", "roles", "without-training")
 GUIDES = {page.stem: page for page in sorted((ROOT / "docs" / "guides").glob("*.md"))}
 PAGES = {"README": ROOT / "README.md", **GUIDES}
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}

@@ -18,14 +18,14 @@ _PARTS = {
     "numeric": "numeric cases",
 }
 _RULES = {
-    "kill": "Every command that writes is stopped at a random moment, by SIGKILL or Ctrl-C, and by "
-    "SIGKILL before its n-th file operation, over nothing and over a good old output. Then the "
+    "kill": "Every command that writes is stopped at a random moment, by SIGKILL or Ctrl-C, and "
+    "before its n-th file operation. It writes over nothing and over a good old output. Then the "
     "output is absent, the complete old one or the complete new one; the same command again ends "
     "with the numbers of an unbroken run and leaves nothing beside its output.",
-    "faults": "File-size limits, full disks, folders that are closed, environments without HOME, "
-    "names of all kinds, outputs that are links, files, somebody's folder, the input or inside it, "
-    "two writers of one output: a sentence, nothing half-written, nothing of anybody's changed.",
-    "fuzz": "One file of those that a command reads is damaged: bits, pieces, keys, types, "
+    "faults": "File-size limits, full disks, closed folders, environments without HOME, names of "
+    "all kinds, two writers of one output. Outputs that are links, files, somebody's folder, or "
+    "the input. They end with a sentence: nothing is half-written, nothing of anybody's changed.",
+    "fuzz": "One file that a command reads is damaged: bits, pieces, keys, types, "
     "depth, tensors' headers. It is read, or refused in one line of at most 400 characters, within "
     "30 s and 4 GiB, and a refusal leaves nothing behind.",
     "security": "Code in folders and checkpoints; paths that lead out; strings that "

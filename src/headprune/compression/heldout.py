@@ -1,7 +1,7 @@
 """Nearness of a model to the original, on text that nothing was calibrated on.
 
-Language models are judged by perplexity, classifiers by agreement with the original's labels,
-models without a head by the similarity of their embeddings to the original's.
+Language models are judged by perplexity, and classifiers by agreement with the original's labels.
+Of models without a head, embeddings are compared with the original's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Forward passes: plain ones, in pieces, and of two streams at once.
 
 Pieces: modules beside attention, and attention up to its output projection, run on a few sequences
-at a time, which bounds the memory of their inner states.
+at a time. That bounds the memory of their inner states.
 
 Streams: the original model, and the model as it is being changed, in one pass.
 

@@ -95,7 +95,7 @@ const table = (name, head) => {
 
 const panel = (name) => {
   const head = heads.get(name);
-  const away = make("button", { type: "button", "aria-label": `Put head ${name} away` }, "Put away");
+  const away = make("button", { type: "button", "aria-label": `Close head ${name}` }, "Close");
   away.addEventListener("click", () => toggle(name));
   const drawn = lines(name, head);
   const told = make("p", { class: "told", role: "status" },
