@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for type checkers and the reference, which read these names
     from headprune.commands.check import check as check
     from headprune.commands.compress import compress as compress
     from headprune.commands.convert_gqa import convert_gqa as convert_gqa
+    from headprune.commands.convert_mla import convert_mla as convert_mla
     from headprune.commands.evaluate import evaluate as evaluate
     from headprune.commands.export import export as export
     from headprune.commands.families import families as families
@@ -39,6 +40,7 @@ _COMMANDS = [
     "check",
     "compress",
     "convert_gqa",
+    "convert_mla",
     "evaluate",
     "export",
     "families",

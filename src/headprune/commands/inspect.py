@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from headprune.commands import options as o
 from headprune.commands.command import command
@@ -22,14 +22,22 @@ def _show(console: Console, result: Inspection, values: Mapping[str, Any]) -> No
     inspection(console, result)
 
 
-@command(Panel.CHOOSE, _show, config=False)
+@command(Panel.CHOOSE, _show, config=False, needs={"data": "latent", "latent": "data"})
 def inspect(
     model: o.Model,
     *,
+    latent: Annotated[bool, o.option("Also the price of latent attention (MLA), by size.")] = False,
+    data: o.Data | None = None,
     trust_remote_code: o.TrustRemoteCode = False,
     context: Context = Context(),
 ) -> Inspection:
     """Show a model's attention: heads, head_dim, parameters, KV cache, and savings of a cut."""
     from headprune.model.inspection import inspect
 
-    return inspect(model, context.allowed)
+    inspected = inspect(model, context.allowed)
+    if not latent or data is None:
+        return inspected
+    from headprune.config import DataConfig
+    from headprune.formats.mla import priced
+
+    return priced(inspected, model, DataConfig(source=str(data)), context)

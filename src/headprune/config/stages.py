@@ -166,6 +166,27 @@ class ConvertConfig(Settings):
         return self
 
 
+class LatentConfig(CalibrationConfig):
+    """Size of a latent attention, and its calibration.
+
+    Attributes:
+        kv_bytes: KV cache per token, in 16 bits, at most.
+        rank: Width of the latent, the pinned coordinate included.
+        rope_dim: Width of the rotary key.
+    """
+
+    kv_bytes: Count | None = None
+    rank: Count | None = None
+    rope_dim: Count | None = None
+
+    @model_validator(mode="after")
+    def _one_goal(self) -> LatentConfig:
+        whole = self.rank is not None and self.rope_dim is not None
+        if (self.kv_bytes is None) != whole or (self.rank is None) != (self.rope_dim is None):
+            raise ValueError("give --kv-bytes, or --rank and --rope-dim")
+        return self
+
+
 class CompressConfig(CalibrationConfig):
     """Budget and settings of a compression."""
 

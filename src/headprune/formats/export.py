@@ -50,7 +50,6 @@ class Exported:
         return {**self.record.model_dump(mode="json"), "bytes": self.bytes, "serve": self.serve}
 
 
-@claims_output("model")
 def export(
     model: str | Path,
     output: Path,
@@ -74,13 +73,30 @@ def export(
             f"--to {config.to} has no weights in {config.out_dtype.value}. Give --out-dtype one of "
             f"{', '.join(dtype.value for dtype in dtypes)}."
         )
+    option = (
+        f"--to {config.to}" if config.multiple_of is None else f"--multiple-of {config.multiple_of}"
+    )
+    return export_as(form, option, model, output, config, overwrite, context)
+
+
+@claims_output("model")
+def export_as(
+    form: Format,
+    option: str,
+    model: str | Path,
+    output: Path,
+    config: ExportConfig,
+    overwrite: bool = False,
+    context: Context = Context(),
+) -> Exported:
+    """Write a model folder in a format, as ``export``; errors name ``option``."""
     if not Path(model).is_dir():
         raise CheckpointError(f"There is no folder '{model}'. Give the folder of a model.")
     context.stage("reading the config")
     source = open_source(Path(model), context.allowed.trust_remote_code)
     reason = form.refusal(source, config)
     if reason is not None:
-        raise PlanError(f"{_option(config)} cannot hold '{model}': {reason}")
+        raise PlanError(f"{option} cannot hold '{model}': {reason}")
     with identifying(model) as identity, whole_folder(output) as folder:
         context.stage(f"writing {config.to}")
         changes = form.write(source, folder, config, context.step)
@@ -88,7 +104,7 @@ def export(
         context.stage("proving the files")
         with hashing(folder, (file.relative_to(folder).as_posix() for file in files)) as hashes:
             proof = form.prove(source, folder, config)
-            _refuse_unproven(model, config, proof)
+            _refuse_unproven(model, option, config, proof)
             record = ExportRecord(
                 created=utc_now(),
                 versions=versions(),
@@ -105,15 +121,12 @@ def export(
     return Exported(output, record, size, form.serve.format(shlex.quote(str(output))))
 
 
-def _option(config: ExportConfig) -> str:
-    by = config.multiple_of
-    return f"--to {config.to}" if by is None else f"--multiple-of {by}"
-
-
-def _refuse_unproven(model: str | Path, config: ExportConfig, proof: ExportProof) -> None:
+def _refuse_unproven(
+    model: str | Path, option: str, config: ExportConfig, proof: ExportProof
+) -> None:
     if not proof.passed:
         raise ProofError(
-            f"{_option(config)}: the files compute something else than '{model}': {proof}. "
+            f"{option}: the files compute something else than '{model}': {proof}. "
             "Nothing was left there."
         )
     if config.prove is ExportProofBy.ENGINE and proof.how != "engine":

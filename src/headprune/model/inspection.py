@@ -63,6 +63,24 @@ class Saving(_InspectionPart):
     kv_cache_bytes_per_token: int
 
 
+class LatentPrice(_InspectionPart):
+    """The cost of a latent attention (MLA), measured in place.
+
+    Attributes:
+        kv_cache_bytes_per_token: KV cache per token, in 16 bits.
+        rank: Width of the latent, the pinned coordinate included.
+        rope_dim: Width of the rotary key.
+        lost: Share of the weighted variance of [K without rotation; V] beyond the rank.
+        perplexity_ratio: Perplexity on held-out text over the original's.
+    """
+
+    kv_cache_bytes_per_token: int
+    rank: int
+    rope_dim: int
+    lost: float
+    perplexity_ratio: float
+
+
 class Inspection(_InspectionPart):
     """A model's attention.
 
@@ -80,6 +98,9 @@ class Inspection(_InspectionPart):
             models that generate nothing.
         savings: Savings of cuts of several sizes.
         notes: Remarks to read before a cut.
+        joint_ranks: Per module, the rank of [K without rotation; V] that holds 99 % of its weighted
+            variance; with --latent.
+        latents: Cost of latents of several sizes; with --latent.
     """
 
     schema_version: Literal[1] = 1
@@ -95,6 +116,8 @@ class Inspection(_InspectionPart):
     kv_cache_bytes_per_token: dict[str, int]
     savings: tuple[Saving, ...]
     notes: tuple[str, ...]
+    joint_ranks: dict[str, int] = {}
+    latents: tuple[LatentPrice, ...] = ()
 
 
 def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:

@@ -59,6 +59,21 @@ def inspection(console: Console, report: Inspection) -> None:
     saved = ("parameters saved", "of the model", "KV bytes/token saved")
     page.append(Table(("heads removed", *saved), savings))
     page.append(Paragraph(f"Default unit: {report.unit.value} ({report.units} of them)."))
+    if report.latents:
+        prices = [
+            (
+                f"{price.kv_cache_bytes_per_token:,}",
+                str(price.rank),
+                str(price.rope_dim),
+                f"{price.lost:.1%}",
+                f"{price.perplexity_ratio:.3f} x",
+            )
+            for price in report.latents
+        ]
+        columns = ("KV bytes/token, latent", "rank", "rotary", "variance lost", "perplexity")
+        page.append(Table(columns, prices))
+        ranks = ", ".join(map(str, report.joint_ranks.values()))
+        page.append(Paragraph(f"Rank of keys and values that holds 99 %, by layer: {ranks}."))
     show(console, [*page, *(Paragraph(note, "note") for note in report.notes)])
 
 

@@ -1,0 +1,346 @@
+"""Keys and values of all heads from one latent and one rotary key, as in DeepSeek's MLA.
+
+Keys are turned, frequency by frequency, over the KV heads, which commutes with rotary embeddings.
+The first components stay rotary; the rest takes its mean rotation over the distances that attention
+looks back. What is left, [K; V], has one linear latent of low rank (TransMLA 2502.07864, CARE
+2603.17946; the mean rotation is ours).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from headprune.data.text import Sequences
+from headprune.errors import PlanError
+from headprune.model.heads import read_heads
+from headprune.model.passes import eager_attention, run_model
+from headprune.model.recording import AttentionRecorder, RecordedCall
+from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors.rotary import RotaryPairs
+
+_SMALLEST = 1e-9  # share of the largest eigenvalue of a metric
+Kept = list[int]
+"""Number of rotary components per frequency, the same in all layers."""
+
+
+@dataclass
+class Moments:
+    """What one module's attention is on text.
+
+    Attributes:
+        heads: Its query heads.
+        kv_heads: Its KV heads.
+        head_dim: Their width.
+        output: Second moment of W_O's rows, per query head; shape (heads, head_dim, head_dim).
+        query: Sum of outer products of queries before rotation, per head; the same shape.
+        joint: Sum of outer products of [1; K; V] before rotation.
+        distances: Attention by distance, summed.
+        rotates: Whether keys are rotated.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    output: Tensor
+    query: Tensor
+    joint: Tensor
+    distances: Tensor
+    rotates: bool = False
+
+    @property
+    def width(self) -> int:
+        """Numbers of all keys, or of all values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of [K; V]."""
+        return self.joint[0, 1:] / self.joint[0, 0]
+
+    @property
+    def second(self) -> Tensor:
+        """Second moment of [K; V]."""
+        return self.joint[1:, 1:] / self.joint[0, 0]
+
+    def by_kv_head(self, of_heads: Tensor) -> Tensor:
+        """Sum a quantity of query heads over the heads of each KV head."""
+        summed: Tensor = of_heads.unflatten(0, (self.kv_heads, -1)).sum(1)
+        return summed
+
+    def metric(self) -> tuple[Tensor, Tensor]:
+        """Return the weights of errors in K and in V: by queries, and by W_O."""
+        key = self.by_kv_head(self.query) / self.joint[0, 0] / self.head_dim
+        return torch.block_diag(*key), torch.block_diag(*self.by_kv_head(self.output))
+
+    def mean_rotation(self, frequencies: Tensor) -> Tensor:
+        """Return the mean rotation of a key, per frequency, over the distances of attention."""
+        if not self.rotates:
+            return torch.ones_like(frequencies).to(torch.complex128)
+        weights = self.distances / self.distances.sum()
+        angles = torch.outer(frequencies, torch.arange(len(weights)).double())
+        return (weights * torch.exp(-1j * angles)).sum(1)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The maps of one module; K and V are those of all heads, before rotation.
+
+    Attributes:
+        rotary_down: From K to the rotary key; shape (rope_dim, width).
+        rotary_up: Back; shape (width, rope_dim).
+        down: From [K; V] to the latent; shape (rank, 2 width).
+        shift: Taken off the latent.
+        up: From the latent to [K without rotation; V]; shape (2 width, rank).
+        mean: Added to that.
+        lost: Share of the weighted variance that the rank leaves out.
+        size: Mean squared norm of the latent.
+    """
+
+    rotary_down: Tensor
+    rotary_up: Tensor
+    down: Tensor
+    shift: Tensor
+    up: Tensor
+    mean: Tensor
+    lost: float
+    size: float
+
+
+def gather(
+    model: PreTrainedModel,
+    attentions: Sequence[Attention],
+    text: Sequences,
+    on_step: Callable[[int, int], None],
+) -> dict[str, Moments]:
+    """Read the moments of all modules in one pass over a text.
+
+    Args:
+        model: The model.
+        attentions: Its attention modules.
+        text: Sequences without padding.
+        on_step: Called with batches done and in all.
+
+    Raises:
+        PlanError: If keys or queries are not those of the projections, as with norms between.
+    """
+    found = {a.path: _empty(a, text) for a in attentions}
+
+    def attend(call: RecordedCall, path: str, raw: Mapping[str, Tensor]) -> Tensor:
+        moments = found[path]
+        width = moments.head_dim
+        query, key = (raw[role].unflatten(-1, (-1, width)).transpose(1, 2) for role in ("q", "k"))
+        if not torch.allclose(query.norm(), call.query.float().norm(), rtol=1e-2):
+            raise PlanError(
+                f"'{path}' scales or normalises its queries after W_Q (q_norm), which a latent "
+                "cannot hold. Use convert-gqa."
+            )
+        moments.rotates |= not torch.allclose(key, call.key.float(), rtol=1e-2, atol=1e-3)
+        flat = query.transpose(0, 1).flatten(1, 2).double()
+        moments.query += flat.transpose(1, 2) @ flat
+        joint = torch.cat([torch.ones_like(raw["k"][..., :1]), raw["k"], raw["v"]], -1)
+        joint = joint.flatten(0, 1).double()
+        moments.joint += joint.T @ joint
+        length = call.query.shape[2]
+        rows = torch.arange(length)
+        seen = call.probabilities(call.query[:1], call.key[:1], slice(0, 1), rows)[0].mean(0)
+        back = (rows[:, None] - rows).clamp(min=0)
+        moments.distances.index_add_(0, back.flatten(), seen.double().flatten())
+        return call.outputs()
+
+    batches = text.batches()
+    with _attending(model, attentions, attend), torch.no_grad():
+        for done, batch in enumerate(batches, 1):
+            run_model(model, batch)
+            on_step(done, len(batches))
+    return found
+
+
+def _empty(attention: Attention, text: Sequences) -> Moments:
+    heads = read_heads(attention)
+    count, width = heads.q.shape[:2]
+    joint = 2 * len(heads.k) * width + 1
+    outputs = heads.o.double()
+    return Moments(
+        count,
+        len(heads.k),
+        width,
+        outputs.transpose(1, 2) @ outputs,
+        torch.zeros(count, width, width).double(),
+        torch.zeros(joint, joint).double(),
+        torch.zeros(text.longest or max(len(row) for row in text.rows["input_ids"])).double(),
+    )
+
+
+def rotary_components(moments: Sequence[Moments], frequencies: Tensor, count: int) -> Kept:
+    """Choose how many components of every frequency stay rotary, for all layers alike.
+
+    Args:
+        moments: Of every layer.
+        frequencies: Radians per token, of the original's rotary embedding.
+        count: Components in all: half the rotary key's width.
+    """
+    gains = torch.zeros(len(frequencies), moments[0].kv_heads).double()
+    for one in moments:
+        energies, _, _ = _principal(one)
+        lost = 1 - one.mean_rotation(frequencies).abs().square()
+        gains += energies * lost[:, None] / energies.sum()
+    chosen = gains.flatten().topk(count).indices // gains.shape[1]
+    return torch.bincount(chosen, minlength=len(frequencies)).tolist()
+
+
+def _principal(moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
+    """Return energies and components of keys over KV heads by frequency, and the heads' weights."""
+    pairs = RotaryPairs.halves(moments.head_dim, moments.head_dim)
+    real, imaginary = pairs.first, pairs.second
+    second = moments.second[: moments.width, : moments.width]
+    second = second.unflatten(0, (moments.kv_heads, -1)).unflatten(2, (moments.kv_heads, -1))
+    both = second[:, real, :, real] + second[:, imaginary, :, imaginary]
+    turned = second[:, imaginary, :, real] - second[:, real, :, imaginary]
+    energy = moments.query.diagonal(dim1=1, dim2=2)
+    of_queries = moments.by_kv_head(energy[:, real] + energy[:, imaginary])
+    weights = (of_queries / moments.joint[0, 0]).T.clamp(min=1e-12).sqrt()
+    weighted = weights[:, :, None] * torch.complex(both, turned) * weights[:, None, :]
+    energies, components = torch.linalg.eigh(weighted)
+    return energies.flip(-1), components.flip(-1), weights
+
+
+def latent_of(
+    moments: Moments, frequencies: Tensor, kept: Kept, rank: int | float, balance: float
+) -> Latent:
+    """Return the maps of one module that lose least.
+
+    Args:
+        moments: Of the module.
+        frequencies: Radians per token.
+        kept: Rotary components per frequency.
+        rank: Width of the latent; below 1, the share of the weighted variance that it holds.
+        balance: Weight of errors in K over those in V, once both are scaled alike.
+    """
+    _, components, weights = _principal(moments)
+    down = [components[j].mH[:k] * weights[j] for j, k in enumerate(kept)]
+    up = [components[j][:, :k] / weights[j][:, None] for j, k in enumerate(kept)]
+    place = [j for j, k in enumerate(kept) for _ in range(k)]
+    rotary_down = _real(torch.cat(down), place, moments)
+    rotary_up = _real(torch.cat([columns.mT for columns in up]).conj(), place, moments).T
+    if not moments.rotates:
+        rotary_down, rotary_up = torch.zeros_like(rotary_down), torch.zeros_like(rotary_up)
+    mean_rotation = moments.mean_rotation(frequencies)
+    cos, sin = mean_rotation.real.diag(), mean_rotation.imag.diag()
+    turn = torch.cat([torch.cat([cos, -sin], 1), torch.cat([sin, cos], 1)])
+    width = moments.width
+    rest = torch.eye(width).double() - rotary_up @ rotary_down
+    rest = torch.block_diag(*[turn] * moments.kv_heads) @ rest
+    unrotated = torch.block_diag(rest, torch.eye(width).double())
+    mean = unrotated @ moments.mean
+    covariance = unrotated @ moments.second @ unrotated.T - torch.outer(mean, mean)
+    of_keys, of_values = moments.metric()
+    scale = (of_keys @ moments.second[:width, :width]).trace()
+    of_values = of_values * scale / (of_values @ covariance[width:, width:]).trace()
+    root, inverse = _roots(torch.block_diag(balance * of_keys, of_values))
+    energies, directions = torch.linalg.eigh(root @ covariance @ root)
+    energies = energies.clamp(min=0)
+    if rank < 1:
+        rank = 1 + int((energies.flip(0).cumsum(0) < rank * energies.sum()).sum())
+    top = directions[:, -int(rank) :]
+    down_all = top.T @ root @ unrotated
+    held = float(energies[-int(rank) :].sum())
+    return Latent(
+        rotary_down,
+        rotary_up,
+        down_all,
+        down_all @ moments.mean,
+        inverse @ top,
+        mean,
+        max(1 - held / float(energies.sum()), 0.0),
+        held,
+    )
+
+
+def rank_of(moments: Moments, frequencies: Tensor, kept: Kept, share: float) -> int:
+    """Return the smallest rank that holds a share of the weighted variance."""
+    return len(latent_of(moments, frequencies, kept, share, 1.0).down)
+
+
+def _real(rows: Tensor, place: list[int], moments: Moments) -> Tensor:
+    """Return complex rows over KV heads, each of one frequency, as a real map of all keys."""
+    count, half = len(place), moments.head_dim // 2
+    real = torch.zeros(2, count, moments.kv_heads, 2, half).double()
+    at, frequency = torch.arange(count), torch.tensor(place, dtype=torch.long)
+    real[0, at, :, 0, frequency] = real[1, at, :, 1, frequency] = rows.real
+    real[0, at, :, 1, frequency], real[1, at, :, 0, frequency] = -rows.imag, rows.imag
+    return real.reshape(2 * count, moments.width)
+
+
+def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the root of a metric, and its inverse."""
+    values, vectors = torch.linalg.eigh(metric)
+    roots = values.clamp(min=_SMALLEST * float(values.max())).sqrt()
+    return vectors * roots @ vectors.T, vectors / roots @ vectors.T
+
+
+@contextmanager
+def projected(
+    model: PreTrainedModel, attentions: Sequence[Attention], latents: Mapping[str, Latent]
+) -> Iterator[None]:
+    """Make the keys and values of a model pass through latents, in place, without a cache."""
+    maps = {path: _floats(latent) for path, latent in latents.items()}
+
+    def attend(call: RecordedCall, path: str, raw: Mapping[str, Tensor]) -> Tensor:
+        latent, heads = maps[path], call.key.shape[1]
+        rotated = call.key.float().transpose(1, 2).flatten(2)
+        rotated = rotated @ latent.rotary_down.T @ latent.rotary_up.T
+        joint = torch.cat([raw["k"], raw["v"]], -1) @ latent.down.T - latent.shift
+        rest, value = (joint @ latent.up.T + latent.mean).chunk(2, -1)
+        split = [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (rotated, rest, value)]
+        query = raw["q"].unflatten(-1, (call.query.shape[1], -1)).transpose(1, 2)
+        changed = replace(
+            call,
+            query=torch.cat([call.query.float(), query], -1).to(call.query),
+            key=torch.cat(split[:2], -1).to(call.key),
+            value=split[2].to(call.value),
+        )
+        return changed.outputs()
+
+    with _attending(model, attentions, attend):
+        yield
+
+
+def _floats(latent: Latent) -> Latent:
+    maps: dict[str, Any] = {n: x.float() for n, x in vars(latent).items() if torch.is_tensor(x)}
+    return replace(latent, **maps)
+
+
+@contextmanager
+def _attending(
+    model: PreTrainedModel,
+    attentions: Sequence[Attention],
+    attend: Callable[[RecordedCall, str, Mapping[str, Tensor]], Tensor],
+) -> Iterator[None]:
+    """Replace the attention function; it also gets the outputs of the module's projections."""
+    paths = {id(a.module): a.path for a in attentions}
+    raw: dict[str, dict[str, Tensor]] = {path: {} for path in paths.values()}
+
+    def keep(path: str, role: str, module: nn.Module, args: object, output: Tensor) -> None:
+        raw[path][role] = output.float()
+
+    def recorded(call: RecordedCall) -> Tensor:
+        path = paths[id(call.module)]
+        return attend(call, path, raw[path])
+
+    with ExitStack() as stack:
+        stack.enter_context(eager_attention(model))
+        for a in attentions:
+            for p in a.projections:
+                if p.holds in ("q", "k", "v"):
+                    hook = p.module.register_forward_hook(partial(keep, a.path, p.holds))
+                    stack.callback(hook.remove)
+        stack.enter_context(AttentionRecorder(recorded).recording(attentions))
+        yield

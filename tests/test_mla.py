@@ -1,0 +1,206 @@
+"""headprune convert-mla: keys and values from one latent, in a stock DeepSeek class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import headprune
+from headprune.config import CalibrationConfig, DataConfig
+from headprune.context import Context
+from headprune.errors import HeadpruneError, ProofError
+from headprune.formats import mla
+from headprune.surgery.latent import Latent, projected
+from tests import tiny
+from tests.test_cli import printed
+
+SMALL = {"calibration_tokens": 1_500, "seq_len": 32}
+IDS = torch.randint(0, 60, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text that tiny models know."""
+    file = tmp_path / "text.txt"
+    file.write_text(tiny.text(4_000))
+    return file
+
+
+def saved(case: str, folder: Path) -> PreTrainedModel:
+    """A tiny model, on disk as well."""
+    model = tiny.model(case)
+    tiny.save(model, folder)
+    return model.requires_grad_(False)
+
+
+def fitter(model: PreTrainedModel, text: Path) -> mla.Fitter:
+    """The moments of a model on a text."""
+    config = CalibrationConfig(**SMALL)
+    data = DataConfig(source=str(text))
+    return mla.Fitter(model.float(), tiny.tokenizer(), data, config, Context())
+
+
+def apart(one: PreTrainedModel, other: PreTrainedModel) -> float:
+    """The largest difference of logits, over the largest."""
+    with torch.no_grad():
+        wanted = one(IDS).logits
+        return float((other(IDS).logits - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.mark.parametrize("case", ["llama-mqa", "llama-gqa", "smollm3"])
+def test_a_latent_that_loses_nothing_computes_the_original(
+    case: str, text: Path, tmp_path: Path
+) -> None:
+    model = saved(case, tmp_path / "m")
+    width = model.model.layers[0].self_attn.k_proj.out_features
+    sizes = {"rank": 2 * width + 1, "rope_dim": width}
+    result = headprune.convert_mla(tmp_path / "m", tmp_path / "out", data=text, **sizes, **SMALL)
+    assert result.record.proof.passed
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(loaded).__name__ == "DeepseekV3ForCausalLM"
+    assert apart(model.float(), loaded) < 1e-5
+    up = loaded.model.layers[1].self_attn.kv_b_proj.weight.data
+    up.copy_(up.roll(1, 0))
+    assert apart(model, loaded) > 0.01
+
+
+def test_biases_of_queries_keys_and_values_travel(text: Path, tmp_path: Path) -> None:
+    model = saved("qwen2", tmp_path / "m")
+    fits = fitter(model, text)
+    fit = fits.fit(fits.whole + 1, fits.whole // 2)
+    result = mla.converted(model, fits, fit)
+    assert apart(model, result) < 1e-5
+    for layer in result.model.layers:
+        layer.self_attn.q_b_proj.weight.data[:, -1] = 0.0  # the bias of queries
+    assert apart(model, result) > 1e-3
+
+
+def test_a_smaller_latent_computes_the_projected_original(text: Path, tmp_path: Path) -> None:
+    model = saved("llama-gqa", tmp_path / "m").float()
+    fits = fitter(model, text)
+    fit = fits.of_size(fits.whole // 2)
+    assert fit.size <= fits.whole // 2
+    result = mla.converted(model, fits, fit)
+    with torch.no_grad(), projected(model, fits.attentions, fit.latents):
+        in_place = model(IDS).logits
+    gap = (result(IDS).logits - in_place).abs().max() / in_place.abs().max()
+    assert gap < 1e-5
+    assert apart(model, result) > 1e-3
+    assert all(0 < latent.lost < 1 for latent in fit.latents.values())
+
+
+def test_more_rank_loses_less(text: Path, tmp_path: Path) -> None:
+    fits = fitter(saved("llama-gqa", tmp_path / "m"), text)
+
+    def lost(rank: int) -> list[float]:
+        return [latent.lost for latent in fits.fit(rank, 10).latents.values()]
+
+    few, more = lost(12), lost(30)
+    assert all(a > b for a, b in zip(few, more, strict=True))
+    ranks = fits.joint_ranks()
+    assert ranks.keys() == {a.path for a in fits.attentions}
+    assert all(0 < rank <= fits.whole for rank in ranks.values())
+
+
+def test_the_cache_holds_as_many_numbers_as_said(text: Path, tmp_path: Path) -> None:
+    saved("llama-gqa", tmp_path / "m")
+    half = 2 * tiny.LAYERS * 30
+    result = headprune.convert_mla(
+        tmp_path / "m", tmp_path / "out", data=text, kv_bytes=half, **SMALL
+    )
+    assert f"become {half:,} in 16 bits" in result.record.changes[0]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    cache = loaded(IDS, use_cache=True).past_key_values
+    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    assert 2 * numbers == half * IDS.numel()
+    generated = loaded.generate(IDS[:1], max_new_tokens=5, do_sample=False)
+    whole = loaded.generate(IDS[:1], max_new_tokens=5, do_sample=False, use_cache=False)
+    assert torch.equal(generated, whole)
+
+
+def test_a_result_is_stored_as_its_original_and_heals(text: Path, tmp_path: Path) -> None:
+    model = saved("llama-gqa", tmp_path / "m").bfloat16()
+    tiny.save(model, tmp_path / "m")
+    cut, out = tmp_path / "cut", tmp_path / "out"
+    headprune.convert_mla(tmp_path / "m", cut, data=text, kv_bytes=240, **SMALL)
+    assert AutoModelForCausalLM.from_pretrained(cut).dtype == torch.bfloat16
+    healed = headprune.heal(cut, out, teacher=tmp_path / "m", data=text, steps=2, seq_len=16)
+    assert type(healed.model).__name__ == "DeepseekV3ForCausalLM"
+
+
+def test_a_norm_that_is_not_pinned_is_no_proof(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved("llama-gqa", tmp_path / "m")
+    monkeypatch.setattr(mla, "_PIN", 1.0)
+    with pytest.raises(ProofError, match="compute something else"):
+        headprune.convert_mla(tmp_path / "m", tmp_path / "out", data=text, kv_bytes=240, **SMALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_misplaced_head_shows(text: Path, tmp_path: Path) -> None:
+    model = saved("llama-gqa", tmp_path / "m").float()
+    fits = fitter(model, text)
+    latents: dict[str, Latent] = fits.fit(31, 10).latents
+    wrong = {path: mla._misplaced(latent) for path, latent in latents.items()}
+    with torch.no_grad():
+        with projected(model, fits.attentions, latents):
+            wanted = model(IDS).logits
+        with projected(model, fits.attentions, wrong):
+            assert (model(IDS).logits - wanted).abs().max() > 0.1 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "said"),
+    [
+        ("qwen3", {"kv_bytes": 240}, r"norms after its projections \(q_norm, k_norm\)"),
+        ("mistral", {"kv_bytes": 240}, "has a window"),
+        ("gpt2", {"kv_bytes": 240}, "a gpt2 is none of llama"),
+        ("llama-gqa", {"kv_bytes": 10_000}, "the model has only 480"),
+        ("llama-gqa", {"kv_bytes": 8}, "too few for a latent"),
+        ("llama-gqa", {"rank": 99, "rope_dim": 10}, "a rank is 2 to 61"),
+        ("llama-gqa", {"rank": 20, "rope_dim": 7}, "an even number to 30"),
+        ("llama-gqa", {"rank": 20}, "give --kv-bytes, or --rank and --rope-dim"),
+        ("llama-gqa", {}, "give --kv-bytes, or --rank and --rope-dim"),
+    ],
+)
+def test_impossible_latents_are_refused(
+    case: str, sizes: dict[str, int], said: str, text: Path, tmp_path: Path
+) -> None:
+    saved(case, tmp_path / "m")
+    with pytest.raises(HeadpruneError, match=said):
+        headprune.convert_mla(tmp_path / "m", tmp_path / "out", data=text, **sizes, **SMALL)
+    assert not (tmp_path / "out").exists()
+
+
+def test_little_text_is_refused(text: Path, tmp_path: Path) -> None:
+    saved("llama-gqa", tmp_path / "m")
+    with pytest.raises(HeadpruneError, match="and K and V have 60 numbers. Give more text"):
+        headprune.convert_mla(
+            tmp_path / "m",
+            tmp_path / "out",
+            data=text,
+            kv_bytes=240,
+            calibration_tokens=48,
+            seq_len=16,
+        )
+
+
+@pytest.mark.filterwarnings("ignore:Sequences of 512 tokens")  # tiny models take 128
+def test_inspect_shows_the_price(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved("llama-gqa", tmp_path / "m")
+    command = ("inspect", tmp_path / "m", "--latent", "--data", text)
+    code, shown, _ = printed(capsys, *command, "--json")
+    inspected = json.loads(shown)
+    sizes = [price["kv_cache_bytes_per_token"] for price in inspected["latents"]]
+    assert code == 0 and sizes == sorted(sizes, reverse=True)
+    assert all(price["perplexity_ratio"] > 0.5 for price in inspected["latents"])
+    table = printed(capsys, *command)[1]
+    assert "KV bytes/token, latent" in table and "holds 99 %" in table
+    assert printed(capsys, *command[:3])[0] == 2
