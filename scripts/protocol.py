@@ -69,7 +69,7 @@ SAMPLES = 3
 LONG, SHORT = 2_048, 128  # tokens of a window; the second is the habit of FLAP and LLM-Pruner
 WINDOWS = 20  # of 2,048 tokens, of texts that are not read whole
 PASSAGES = 400
-OURS = ("prune", "convert_gqa", "compress")
+OURS = ("prune", "convert_gqa", "convert_mla", "compress")
 
 console = Console(highlight=False)
 
@@ -340,6 +340,8 @@ class Bench:
                 cut = out.rename(self.work / "cut")
                 headprune.heal(cut, out, teacher=self.model, data=text, steps=steps)
                 shutil.rmtree(cut)
+        elif command == "convert_mla":
+            headprune.convert_mla(self.model, out, data=text, **settings, **amount)
         else:
             headprune.compress(self.model, out, data=text, **settings)
         return out

@@ -61,6 +61,9 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             shrunk[shrunk.index("--heal") + 1] = "3"
         if "convert-gqa" in shrunk:
             shrunk += ["--seq-len", "16"]
+        if "convert-mla" in shrunk:
+            shrunk[shrunk.index("--kv-bytes") + 1] = "240"
+            shrunk += ["--config", "seq_len=16", "--config", "calibration_tokens=512"]
         scores = shrunk[1] == "score" and "--data" in shrunk
         if scores:
             shrunk += ["--seq-len", "16", "--calibration-tokens", "256"]
@@ -91,7 +94,7 @@ def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, case in MODELS.items():
         tiny.save(tiny.model(case), folder / name)
     old_folder(tiny.model("bert-mlm"), folder / "pruned-by-transformers-4", PRUNED)
-    rows = ["de\ten", *(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(12))]
+    rows = ["de\ten", *(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(80))]
     for name in ("pairs.tsv", "test.tsv"):
         (folder / name).write_text("\n".join(rows))
     for name in ("text.txt", "test.txt", "hub.txt", "brown.txt"):
@@ -126,6 +129,7 @@ def test_the_commands_of_the_readme_run(after_readme: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The model finds 0 of")  # needles, as it is random
+@pytest.mark.filterwarnings("ignore:Sequences of 512 tokens")  # inspect --latent, of models of 128
 @pytest.mark.parametrize(
     "name",
     # what takes longest there, compress, merges and exports, runs in tests of its own too

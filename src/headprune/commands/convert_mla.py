@@ -10,7 +10,7 @@ from headprune.commands.command import command
 from headprune.commands.export import show
 from headprune.commands.listing import Panel
 from headprune.config import LatentConfig, build
-from headprune.config.values import Count
+from headprune.config.values import Count, Length, Tokens
 from headprune.context import Context
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @command(Panel.CUT, show)
 def convert_mla(
-    model: Annotated[o.Model, o.argument("FOLDER", "A model folder.")],
+    model: o.Model,
     output: o.Output,
     *,
     data: o.Data,
@@ -27,8 +27,8 @@ def convert_mla(
     rank: Annotated[Count, o.option("Instead: width of the latent, with --rope-dim.")]
     | None = None,
     rope_dim: Annotated[Count, o.option("Width of the rotary key.")] | None = None,
-    calibration_tokens: o.Tokens = 16_384,
-    seq_len: o.SeqLen = 512,
+    calibration_tokens: Tokens = 16_384,
+    seq_len: Length = 512,
     overwrite: o.Overwrite = False,
     context: Context = Context(),
 ) -> Exported:

@@ -29,9 +29,10 @@ from headprune.io.folders import copy_companions
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads
 from headprune.model.inspection import Inspection, LatentPrice
-from headprune.model.loading import load_tokenizer
+from headprune.model.loading import load_config, load_tokenizer
 from headprune.model.open import open_model
 from headprune.model.probes import probe, probe_inputs
+from headprune.model.stored import fetch_weights, find_file
 from headprune.result.equivalence import difference
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.latent import (
@@ -262,8 +263,18 @@ def convert_mla(
         write=conversion.write,
         prove=conversion.prove,
     )
-    as_export = ExportConfig(to="mla")
-    return export_as(form, "convert-mla", model, output, as_export, overwrite, context)
+    as_export, folder = ExportConfig(to="mla"), _in_a_folder(model)
+    return export_as(form, "convert-mla", folder, output, as_export, overwrite, context)
+
+
+def _in_a_folder(model: str | Path) -> str | Path:
+    """Return the folder of a model; one of the hub is brought into the cache."""
+    if Path(model).is_dir():
+        return model
+    load_tokenizer(model, load_config(model))
+    fetch_weights(model)
+    config = find_file(model, "config.json")
+    return model if config is None else config.parent
 
 
 class _Conversion:
