@@ -194,7 +194,13 @@ NEEDS = [
 ]
 VALUES = {"keep": 0.5, "min_speedup": 2.0, "criterion": "fisher", "learning_rate": 1e-3}
 VALUES |= {"train": "lora", "bf16": False, "keep_roles": ["induction"], "needle_lengths": [64]}
-VALUES |= {"decode_batches": [2], "save_plan": "p", "text_column": "t", "label_column": "l"}
+VALUES |= {
+    "data": "d",
+    "decode_batches": [2],
+    "save_plan": "p",
+    "text_column": "t",
+    "label_column": "l",
+}
 
 
 @pytest.mark.parametrize(("name", "setting", "others"), NEEDS)
