@@ -200,7 +200,7 @@ class Results(Strict):
         return next((r for r in self.results if (r.table, r.row, r.sample) == wanted), None)
 
     def original(self, table: str) -> Result | None:
-        """Return the original of a table's rows, of whichever table; None before one is measured."""
+        """Return the original of a table, measured for any table; None before that."""
         digest = next((r.model_sha256 for r in self.results if r.table == table), None)
         return next(
             (r for r in self.results if r.row == "original" and r.model_sha256 == digest), None

@@ -42,13 +42,27 @@ SHOWN = {
     "last_word_accuracy": "last words of passages",
 }
 
+SHARES = {"compress": 0.72, "evaluate": 0.2, "check": 0.06, "report": 0.02}  # of the time
+clock = {"start": 0.0, "estimate": 0.0}  # seconds
+
 console = Console(highlight=False)
 
 
+def time_left(command: str, elapsed: float, estimate: float) -> str:
+    """Return where the demo stands before a command; its own pace corrects the estimate."""
+    step = list(SHARES).index(command)
+    done = sum(list(SHARES.values())[:step])
+    left = (elapsed / done if done else estimate) * (1 - done)
+    minutes = f"{left / 60:.0f} minutes" if left > 90 else "a minute" if left > 20 else "some seconds"
+    return f"Step {step + 1} of {len(SHARES)}; about {minutes} left for all of it."
+
+
 def headprune(*arguments: object) -> None:
-    """Run a headprune command and show it."""
+    """Run a headprune command and show it, with the time left for the whole demo."""
     command = ["headprune", *map(str, arguments)]
-    console.print(f"\n[bold cyan]$ {' '.join(command)}[/]", soft_wrap=True)
+    elapsed = time.monotonic() - clock["start"]
+    console.print(f"\n[bold]{time_left(command[1], elapsed, clock['estimate'])}[/]")
+    console.print(f"[bold cyan]$ {' '.join(command)}[/]", soft_wrap=True)
     done = subprocess.run([sys.executable, "-m", *command])
     if done.returncode:
         if done.returncode != 1:  # else a check failed, and has said it
@@ -100,9 +114,8 @@ def main() -> None:
         console.print(f"[bold red]error:[/] {error}")
         sys.exit(2)
     console.print(f"model: {model} ({time.monotonic() - start:.0f} s)")
-    minutes = seconds_needed(model) / 60
-    console.print(f"[bold]On this machine the rest takes about {max(minutes, 1):.0f} minutes.[/]")
-    start = time.monotonic()
+    clock["estimate"] = seconds_needed(model)
+    clock["start"] = time.monotonic()
     shutil.rmtree(RESULTS, ignore_errors=True)
 
     learnt = {"speeches": HERE / "train.txt"}
@@ -126,7 +139,7 @@ def main() -> None:
     console.print(closing_table(json.loads(report.read_text())))
     console.print(
         f"""\
-{time.monotonic() - start:.0f} s. All of it on one page: {RESULTS / "report.html"}
+{time.monotonic() - clock["start"]:.0f} s. All of it on one page: {RESULTS / "report.html"}
 Load it:  headprune.from_pretrained("{SMALL}")
 Next:     headprune export {SMALL} small-vllm --to vllm""",
         soft_wrap=True,
