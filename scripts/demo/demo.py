@@ -53,8 +53,8 @@ def time_left(command: str, elapsed: float, estimate: float) -> str:
     step = list(SHARES).index(command)
     done = sum(list(SHARES.values())[:step])
     left = (elapsed / done if done else estimate) * (1 - done)
-    minutes = f"{left / 60:.0f} minutes" if left > 90 else "a minute" if left > 20 else "some seconds"
-    return f"Step {step + 1} of {len(SHARES)}; about {minutes} left for all of it."
+    said = f"{left / 60:.0f} minutes" if left > 90 else "a minute" if left > 20 else "some seconds"
+    return f"Step {step + 1} of {len(SHARES)}; about {said} left for all of it."
 
 
 def headprune(*arguments: object) -> None:

@@ -82,7 +82,7 @@ def refusal(net: PreTrainedModel) -> str | None:
 
 @dataclass(frozen=True)
 class Fit:
-    """Latents of all layers, and what they cost.
+    """Latents of all layers, and their loss.
 
     Attributes:
         latents: By module.
@@ -106,7 +106,7 @@ class Fit:
 
 
 class Fitter:
-    """A model with the moments of a text, of which latents of any size are made."""
+    """A model with the moments of a text, for latents of any size."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class Fitter:
         }
 
     def bytes_per_token(self, size: int) -> int:
-        """Return the KV cache per token of so many numbers per layer, in 16 bits."""
+        """Return the bytes of cache per token for a size, in 16 bits."""
         return 2 * size * len(self.attentions)
 
 

@@ -2,7 +2,7 @@
 
 Keys are turned, frequency by frequency, over the KV heads, which commutes with rotary embeddings.
 The first components stay rotary; the rest takes its mean rotation over the distances that attention
-looks back. What is left, [K; V], has one linear latent of low rank (TransMLA 2502.07864, CARE
+looks back. This rest and V have one linear latent of low rank (TransMLA 2502.07864, CARE
 2603.17946; the mean rotation is ours).
 """
 
@@ -33,7 +33,7 @@ Kept = list[int]
 
 @dataclass
 class Moments:
-    """What one module's attention is on text.
+    """Second moments of one module's attention on text.
 
     Attributes:
         heads: Its query heads.
