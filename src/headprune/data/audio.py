@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from datasets import Audio, Dataset
 from numpy.typing import NDArray
-from scipy.signal import resample_poly
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, Wav2Vec2FeatureExtractor
@@ -86,6 +85,7 @@ class Recordings:
             DataError: If it cannot be read.
         """
         import soundfile
+        from scipy.signal import resample_poly  # late: it takes half a second
 
         try:
             samples, own = soundfile.read(io.BytesIO(_bytes(self.table[number][self.column])))

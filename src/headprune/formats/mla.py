@@ -1,7 +1,10 @@
-"""Multi-head latent attention: a model as a stock DeepseekV3ForCausalLM (experimental).
+"""Multi-head latent attention: a model as a stock DeepseekV3ForCausalLM.
 
-The class normalises its latent. One more coordinate, a bias C far above the others, pins that norm:
-it is C up to |latent|^2 / 2 C^2. Biases of queries go through a pinned low rank of full width.
+The class normalises its latent: x / sqrt(mean(x^2) + eps). Latents are so small that eps decides:
+the norm then is a constant factor, up to mean(x^2) / 2 eps. transformers takes 1e-6 here, engines
+the config's rms_norm_eps; so that becomes 1e-6, and all that is added to the residual stream is
+scaled alike. Biases of projections, as in Qwen2, need the class's attention_bias; those of queries
+go through a low rank of full width.
 """
 
 from __future__ import annotations
@@ -36,27 +39,31 @@ from headprune.model.stored import fetch_weights, find_file
 from headprune.result.equivalence import difference
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.latent import (
-    Kept,
     Latent,
     Moments,
     gather,
     latent_of,
     projected,
-    rank_of,
-    rotary_components,
 )
 
 _SAME = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act"),
-    *("rms_norm_eps", "max_position_embeddings", "initializer_range", "attention_dropout"),
+    *("max_position_embeddings", "initializer_range", "attention_dropout"),
     *("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
 TYPES = ("llama", "mistral", "qwen2", "smollm3")
-_PIN = 1e4  # over the norm of the pinned latent, which is 100 times as large at first tokens
+_EPS = 1e-6  # of DeepseekV3RMSNorm
+_SMALL = 1e-8  # mean square of a latent over _EPS; 10,000 times as much at first tokens
 _TOLERANCE = 1e-4  # of float32: the pin, and sums of other lengths
 _HELD = 0.99  # of the variance
 _OTHER_BALANCE = 3.0  # of K over V, tried beside 1
-_ROPE_DIMS = (0.5, 0.625, 1.0, 1.5)  # over head_dim
+_ROPE_DIMS = (0.375, 0.5, 0.625, 0.75, 1.0)  # over head_dim
+
+
+_BIASED = (
+    "Its projections have biases. Engines that build DeepSeek without them answer nonsense: serve "
+    "it by transformers."
+)
 
 
 def refusal(net: PreTrainedModel) -> str | None:
@@ -86,23 +93,20 @@ class Fit:
 
     Attributes:
         latents: By module.
-        kept: Rotary components per frequency.
+        rank: Width of the latent.
+        rope_dim: Width of the rotary key.
         loss: Mean loss, in place, on the held-out text that chooses.
     """
 
     latents: dict[str, Latent]
-    kept: Kept
+    rank: int
+    rope_dim: int
     loss: float
 
     @property
-    def rope_dim(self) -> int:
-        """Width of the rotary key."""
-        return 2 * sum(self.kept)
-
-    @property
     def size(self) -> int:
-        """Numbers in the cache per token and layer, the pinned coordinate included."""
-        return len(next(iter(self.latents.values())).down) + 1 + self.rope_dim
+        """Numbers in the cache per token and layer."""
+        return self.rank + self.rope_dim
 
 
 class Fitter:
@@ -165,34 +169,33 @@ class Fitter:
         return sum(losses) / len(losses)
 
     def fit(self, rank: int, rope_dim: int, balance: float = 1.0) -> Fit:
-        """Return latents of a rank, the pinned coordinate included, and a rotary width."""
-        most = len(self.frequencies) * self.first.kv_heads
-        if not (2 <= rank <= self.whole + 1 and 2 <= rope_dim <= 2 * most and rope_dim % 2 == 0):
+        """Return latents of a rank and a rotary width."""
+        most = self.first.head_dim
+        if not (1 <= rank <= self.whole and 2 <= rope_dim <= most and rope_dim % 2 == 0):
             raise PlanError(
-                f"--rank {rank} --rope-dim {rope_dim}: K and V have {self.whole} numbers, so a "
-                f"rank is 2 to {self.whole + 1}, and a rotary width an even number to {2 * most}."
+                f"--rank {rank} --rope-dim {rope_dim}: a rank is 1 to {self.whole}, the numbers of "
+                f"K and V, and a rotary width an even number to {most}, the head_dim."
             )
-        kept = rotary_components([*self.moments.values()], self.frequencies, rope_dim // 2)
         latents = {
-            path: latent_of(one, self.frequencies, kept, rank - 1, balance)
+            path: latent_of(one, self.frequencies, rope_dim, rank, balance)
             for path, one in self.moments.items()
         }
         with projected(self.net, self.attentions, latents):
-            return Fit(latents, kept, self._loss(self.text.choose))
+            return Fit(latents, rank, rope_dim, self._loss(self.text.choose))
 
     def of_size(self, size: int) -> Fit:
         """Return the latents of a size that lose least on held-out text."""
         widths = {2 * round(share * self.first.head_dim / 2) for share in _ROPE_DIMS}
-        tries = [(size - w, w) for w in sorted(widths) if 2 <= w <= size - 2]
+        tries = [(size - w, w) for w in sorted(widths) if 2 <= w < size]
         if not tries:
             raise PlanError(f"{size} numbers per token and layer are too few for a latent.")
         self.context.stage("trying latents")
         fits = []
         for number, (rank, width) in enumerate(tries, 1):
-            fits.append(self.fit(min(rank, self.whole + 1), width))
+            fits.append(self.fit(min(rank, self.whole), width))
             self.context.step(number, len(tries) + 1)
         best = min(fits, key=lambda fit: fit.loss)
-        other = self.fit(best.size - best.rope_dim, best.rope_dim, _OTHER_BALANCE)
+        other = self.fit(best.rank, best.rope_dim, _OTHER_BALANCE)
         self.context.step(len(tries) + 1, len(tries) + 1)
         return min(best, other, key=lambda fit: fit.loss)
 
@@ -210,7 +213,7 @@ class Fitter:
             prices.append(
                 LatentPrice(
                     kv_cache_bytes_per_token=fit.size * element,
-                    rank=fit.size - fit.rope_dim,
+                    rank=fit.rank,
                     rope_dim=fit.rope_dim,
                     lost=sum(latent.lost for latent in fit.latents.values()) / len(fit.latents),
                     perplexity_ratio=self.ratio(fit),
@@ -220,12 +223,9 @@ class Fitter:
 
     def joint_ranks(self) -> dict[str, int]:
         """Return the rank of [K without rotation; V] that holds 99 % of its variance, by module."""
-        kept = rotary_components(
-            [*self.moments.values()], self.frequencies, self.first.head_dim // 4
-        )
-        return {
-            path: rank_of(one, self.frequencies, kept, _HELD) for path, one in self.moments.items()
-        }
+        width = 2 * (self.first.head_dim // 4)
+        latents = {p: latent_of(m, self.frequencies, width, _HELD) for p, m in self.moments.items()}
+        return {path: len(latent.down) for path, latent in latents.items()}
 
     def bytes_per_token(self, size: int) -> int:
         """Return the bytes of cache per token for a size, in 16 bits."""
@@ -307,10 +307,11 @@ class _Conversion:
         before, after = (fitter.bytes_per_token(n) for n in (fitter.whole, self.fit.size))
         return (
             f"KV cache: {before:,} bytes per token become {after:,} in 16 bits: rank "
-            f"{self.fit.size - self.fit.rope_dim}, rotary width {self.fit.rope_dim}.",
+            f"{self.fit.rank}, rotary width {self.fit.rope_dim}.",
             f"Perplexity on held-out text: {fitter.ratio(self.fit):.3f} times the original's.",
-            "transformers computes the bias that pins the norm. Engines that build DeepSeek "
-            "without it answer nonsense: compare before you serve it.",
+            "Latents are about 1e-7, too small for float16 and for blocks of 8 or 4 bits: serve it "
+            "in bfloat16 or float32.",
+            *[_BIASED] * bool(self.result.config.attention_bias),
         )
 
     def _fit(self) -> Fit:
@@ -343,7 +344,7 @@ class _Conversion:
 
 def _misplaced(latent: Latent) -> Latent:
     """Return a latent whose K and V go to the wrong coordinates."""
-    vectors = {name: getattr(latent, name).roll(1, 0) for name in ("rotary_up", "up", "mean")}
+    vectors = {name: getattr(latent, name).roll(1, 0) for name in ("rotary_up", "up")}
     return Latent(**{**vars(latent), **vectors})
 
 
@@ -356,39 +357,42 @@ def converted(net: PreTrainedModel, fitter: Fitter, fit: Fit) -> PreTrainedModel
     for attention, layer in zip(fitter.attentions, net.base_model.layers, strict=True):
         norm = float(layer.input_layernorm.weight.abs().max())
         own = _attention_weights(attention, fit.latents[attention.path], config, norm)
-        weights |= {f"{attention.path}.{name}": weight.float() for name, weight in own.items()}
-    result.load_state_dict(weights)
+        weights |= {f"{attention.path}.{name}": weight for name, weight in own.items()}
+    scale = (_EPS / net.config.rms_norm_eps) ** 0.5
+    for name, weight in weights.items():
+        if "embed_tokens" in name or ".o_proj." in name or ".down_proj." in name:
+            weights[name] = weight * scale
+    weights["model.norm.weight"] = weights["model.norm.weight"] / (
+        scale if config.tie_word_embeddings else 1.0
+    )
+    if config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    result.load_state_dict({name: weight.float() for name, weight in weights.items()})
     return result
 
 
 def _config(net: PreTrainedModel, fitter: Fitter, fit: Fit) -> DeepseekV3Config:
     own, moments = net.config, fitter.first
-    same = {name: getattr(own, name) for name in _SAME}
-    biased = any(read_heads(a).q_bias is not None for a in fitter.attentions)
+    heads = [read_heads(attention) for attention in fitter.attentions]
     theta = own.rope_parameters["rope_theta"]
-    places = torch.tensor([j for j, k in enumerate(fit.kept) for _ in range(k)])
-    grid = theta ** (-torch.arange(0, fit.rope_dim, 2).double() / fit.rope_dim)
-    factors = (grid / fitter.frequencies[places]).tolist()
     return DeepseekV3Config(
-        **same,
+        **{name: getattr(own, name) for name in _SAME},
+        rms_norm_eps=_EPS,
         num_attention_heads=moments.heads,
         num_key_value_heads=moments.heads,
         first_k_dense_replace=own.num_hidden_layers,
         num_mtp_layers=0,
-        kv_lora_rank=fit.size - fit.rope_dim,
-        q_lora_rank=own.hidden_size + 1 if biased else None,
+        kv_lora_rank=fit.rank,
+        q_lora_rank=own.hidden_size + 1 if any(h.q_bias is not None for h in heads) else None,
         qk_rope_head_dim=fit.rope_dim,
         qk_nope_head_dim=moments.head_dim,
         v_head_dim=moments.head_dim,
-        attention_bias=True,
+        attention_bias=any(b is not None for h in heads for b in (h.q_bias, h.k_bias, h.o_bias)),
         rope_interleave=False,
+        # the fastest frequencies: a geometric row of the same ratio
         rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": theta,
-            "short_factor": factors,
-            "long_factor": factors,
-            "attention_factor": 1.0,
-            "factor": 1.0,
+            **own.rope_parameters,
+            "rope_theta": theta ** (fit.rope_dim / moments.head_dim),
         },
     )
 
@@ -398,42 +402,33 @@ def _attention_weights(
 ) -> dict[str, Tensor]:
     """Return the tensors of one layer's attention; ``norm`` bounds the norm before it."""
     heads = read_heads(attention)
-    owners = heads.owners
-    q, k, v = (heads.affine(role).double() for role in ("q", "k", "v"))
-    hidden, count = config.hidden_size, len(owners)
-    both = torch.cat([_with_bias(k, hidden).flatten(0, 1), _with_bias(v, hidden).flatten(0, 1)])
-    into = latent.down @ both
-    into[:, -1] -= latent.shift
-    rotary = latent.rotary_down @ both[: len(both) // 2]
-    pin, weight, factor = _pinned(latent.size**0.5, config.kv_lora_rank)
-    constant = torch.zeros(1, hidden + 1).double()
-    constant[0, -1] = pin
-    down = torch.cat([into, constant, rotary])
-    out = torch.cat([latent.up, latent.mean[:, None] / pin], 1) * factor
-    keys, values = out.unflatten(0, (2, len(heads.k), -1))
-    up = torch.cat([keys[owners], values[owners]], 1).flatten(0, 1)
+    owners, hidden = heads.owners, config.hidden_size
+    q, k, v = (_with_bias(heads.affine(role).double(), hidden) for role in ("q", "k", "v"))
+    small, weight, factor = _linear_norm(latent.size)
+    both = torch.cat([k.flatten(0, 1), v.flatten(0, 1)])
+    down = torch.cat([latent.down @ both * small, latent.rotary_down @ k.flatten(0, 1)])
+    keys, values = (latent.up * factor).unflatten(0, (2, len(heads.k), -1))
     rotary_up = latent.rotary_up.unflatten(0, (len(heads.k), -1))[owners]
     scale = attention.module.scaling * config.qk_head_dim**0.5
     queries = scale * torch.cat([q, rotary_up.mT @ q], 1).flatten(0, 1)
-    o_bias = torch.zeros(hidden) if heads.o_bias is None else heads.o_bias
     tensors = {
         "kv_a_proj_with_mqa.weight": down[:, :-1],
-        "kv_a_proj_with_mqa.bias": down[:, -1],
         "kv_a_layernorm.weight": torch.full((config.kv_lora_rank,), weight),
-        "kv_b_proj.weight": up,
+        "kv_b_proj.weight": torch.cat([keys[owners], values[owners]], 1).flatten(0, 1),
         "o_proj.weight": heads.o.permute(1, 0, 2).flatten(1),
-        "o_proj.bias": o_bias,
     }
+    if config.attention_bias:
+        tensors["kv_a_proj_with_mqa.bias"] = down[:, -1]
+        o_bias = torch.zeros(hidden) if heads.o_bias is None else heads.o_bias
+        tensors["o_proj.bias"] = o_bias
     if config.q_lora_rank is None:
-        return tensors | {"q_proj.weight": queries}
-    pin, weight, factor = _pinned(hidden**0.5 * norm, hidden + 1)
-    queries = _with_bias(queries.unflatten(0, (count, -1)), hidden).flatten(0, 1)
-    queries[:, -1] /= pin
-    last = torch.zeros(hidden + 1)
-    last[-1] = pin
+        return tensors | {"q_proj.weight": queries[:, :-1]}
+    small, weight, factor = _linear_norm(norm**2)
+    one = torch.zeros(hidden + 1)
+    one[-1] = small
     return tensors | {
-        "q_a_proj.weight": torch.eye(hidden + 1, hidden),
-        "q_a_proj.bias": last,
+        "q_a_proj.weight": small * torch.eye(hidden + 1, hidden),
+        "q_a_proj.bias": one,
         "q_a_layernorm.weight": torch.full((hidden + 1,), weight),
         "q_b_proj.weight": queries * factor,
     }
@@ -444,11 +439,11 @@ def _with_bias(weight: Tensor, hidden: int) -> Tensor:
     return nn.functional.pad(weight, (0, hidden + 1 - weight.shape[-1]))
 
 
-def _pinned(norm: float, width: int) -> tuple[float, float, float]:
-    """Return the bias, the norm's weight, and the factor of what follows.
+def _linear_norm(mean_square: float) -> tuple[float, float, float]:
+    """Return the factor of what a norm takes, its weight, and the factor of what follows.
 
-    The first two are numbers of bfloat16, and the factor makes up for their rounding.
+    The weight is a number of bfloat16, and the last factor makes up for its rounding.
     """
-    pin = 2.0 ** math.ceil(math.log2(_PIN * max(norm, 1e-6)))
-    weight = float(torch.tensor(pin / width**0.5).bfloat16())
-    return pin, weight, pin / (weight * width**0.5)
+    small = (_SMALL * _EPS / max(mean_square, 1e-20)) ** 0.5
+    weight = float(torch.tensor(_EPS**0.5 / small).bfloat16())
+    return small, weight, _EPS**0.5 / (weight * small)

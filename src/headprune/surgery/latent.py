@@ -1,9 +1,10 @@
 """Keys and values of all heads from one latent and one rotary key, as in DeepSeek's MLA.
 
 Keys are turned, frequency by frequency, over the KV heads, which commutes with rotary embeddings.
-The first components stay rotary; the rest takes its mean rotation over the distances that attention
-looks back. This rest and V have one linear latent of low rank (TransMLA 2502.07864, CARE
-2603.17946; the mean rotation is ours).
+Of the fastest frequencies the first component stays rotary. The rest takes its mean rotation over
+the distances that attention looks back. This rest and V have one linear latent of low rank
+(TransMLA 2502.07864, CARE 2603.17946). The mean rotation, and weights of tokens by the attention
+that they receive, are ours.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.rotary import RotaryPairs
 
 _SMALLEST = 1e-9  # share of the largest eigenvalue of a metric
-Kept = list[int]
-"""Number of rotary components per frequency, the same in all layers."""
 
 
 @dataclass
@@ -41,7 +40,9 @@ class Moments:
         head_dim: Their width.
         output: Second moment of W_O's rows, per query head; shape (heads, head_dim, head_dim).
         query: Sum of outer products of queries before rotation, per head; the same shape.
-        joint: Sum of outer products of [1; K; V] before rotation.
+        joint: Weighted sum of outer products of [K; V] before rotation. Half of a token's weight is
+            the attention that it receives.
+        tokens: Number of tokens.
         distances: Attention by distance, summed.
         rotates: Whether keys are rotated.
     """
@@ -53,22 +54,13 @@ class Moments:
     query: Tensor
     joint: Tensor
     distances: Tensor
+    tokens: int = 0
     rotates: bool = False
 
     @property
     def width(self) -> int:
         """Numbers of all keys, or of all values."""
         return self.kv_heads * self.head_dim
-
-    @property
-    def mean(self) -> Tensor:
-        """Mean of [K; V]."""
-        return self.joint[0, 1:] / self.joint[0, 0]
-
-    @property
-    def second(self) -> Tensor:
-        """Second moment of [K; V]."""
-        return self.joint[1:, 1:] / self.joint[0, 0]
 
     def by_kv_head(self, of_heads: Tensor) -> Tensor:
         """Sum a quantity of query heads over the heads of each KV head."""
@@ -77,7 +69,7 @@ class Moments:
 
     def metric(self) -> tuple[Tensor, Tensor]:
         """Return the weights of errors in K and in V: by queries, and by W_O."""
-        key = self.by_kv_head(self.query) / self.joint[0, 0] / self.head_dim
+        key = self.by_kv_head(self.query) / self.tokens / self.head_dim
         return torch.block_diag(*key), torch.block_diag(*self.by_kv_head(self.output))
 
     def mean_rotation(self, frequencies: Tensor) -> Tensor:
@@ -97,19 +89,15 @@ class Latent:
         rotary_down: From K to the rotary key; shape (rope_dim, width).
         rotary_up: Back; shape (width, rope_dim).
         down: From [K; V] to the latent; shape (rank, 2 width).
-        shift: Taken off the latent.
         up: From the latent to [K without rotation; V]; shape (2 width, rank).
-        mean: Added to that.
         lost: Share of the weighted variance that the rank leaves out.
-        size: Mean squared norm of the latent.
+        size: Mean square of the latent's numbers.
     """
 
     rotary_down: Tensor
     rotary_up: Tensor
     down: Tensor
-    shift: Tensor
     up: Tensor
-    mean: Tensor
     lost: float
     size: float
 
@@ -145,14 +133,17 @@ def gather(
         moments.rotates |= not torch.allclose(key, call.key.float(), rtol=1e-2, atol=1e-3)
         flat = query.transpose(0, 1).flatten(1, 2).double()
         moments.query += flat.transpose(1, 2) @ flat
-        joint = torch.cat([torch.ones_like(raw["k"][..., :1]), raw["k"], raw["v"]], -1)
-        joint = joint.flatten(0, 1).double()
-        moments.joint += joint.T @ joint
         length = call.query.shape[2]
         rows = torch.arange(length)
-        seen = call.probabilities(call.query[:1], call.key[:1], slice(0, 1), rows)[0].mean(0)
-        back = (rows[:, None] - rows).clamp(min=0)
-        moments.distances.index_add_(0, back.flatten(), seen.double().flatten())
+        back = (rows[:, None] - rows).clamp(min=0).flatten()
+        for number in range(len(query)):
+            part = slice(number, number + 1)
+            seen = call.probabilities(call.query[part], call.key[part], part, rows)[0].mean(0)
+            moments.distances.index_add_(0, back, seen.double().flatten())
+            joint = torch.cat([raw["k"][number], raw["v"][number]], -1).double()
+            weights = (1 + seen.double().sum(0)) / 2
+            moments.joint += (joint * weights[:, None]).T @ joint
+            moments.tokens += length
         return call.outputs()
 
     batches = text.batches()
@@ -166,7 +157,7 @@ def gather(
 def _empty(attention: Attention, text: Sequences) -> Moments:
     heads = read_heads(attention)
     count, width = heads.q.shape[:2]
-    joint = 2 * len(heads.k) * width + 1
+    joint = 2 * len(heads.k) * width
     outputs = heads.o.double()
     return Moments(
         count,
@@ -179,57 +170,37 @@ def _empty(attention: Attention, text: Sequences) -> Moments:
     )
 
 
-def rotary_components(moments: Sequence[Moments], frequencies: Tensor, count: int) -> Kept:
-    """Choose how many components of every frequency stay rotary, for all layers alike.
-
-    Args:
-        moments: Of every layer.
-        frequencies: Radians per token, of the original's rotary embedding.
-        count: Components in all: half the rotary key's width.
-    """
-    gains = torch.zeros(len(frequencies), moments[0].kv_heads).double()
-    for one in moments:
-        energies, _, _ = _principal(one)
-        lost = 1 - one.mean_rotation(frequencies).abs().square()
-        gains += energies * lost[:, None] / energies.sum()
-    chosen = gains.flatten().topk(count).indices // gains.shape[1]
-    return torch.bincount(chosen, minlength=len(frequencies)).tolist()
-
-
-def _principal(moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return energies and components of keys over KV heads by frequency, and the heads' weights."""
+def _principal(moments: Moments) -> tuple[Tensor, Tensor]:
+    """Return the components of keys over KV heads by frequency, and the heads' weights."""
     pairs = RotaryPairs.halves(moments.head_dim, moments.head_dim)
     real, imaginary = pairs.first, pairs.second
-    second = moments.second[: moments.width, : moments.width]
+    second = moments.joint[: moments.width, : moments.width] / moments.tokens
     second = second.unflatten(0, (moments.kv_heads, -1)).unflatten(2, (moments.kv_heads, -1))
     both = second[:, real, :, real] + second[:, imaginary, :, imaginary]
     turned = second[:, imaginary, :, real] - second[:, real, :, imaginary]
     energy = moments.query.diagonal(dim1=1, dim2=2)
     of_queries = moments.by_kv_head(energy[:, real] + energy[:, imaginary])
-    weights = (of_queries / moments.joint[0, 0]).T.clamp(min=1e-12).sqrt()
+    weights = (of_queries / moments.tokens).T.clamp(min=1e-12).sqrt()
     weighted = weights[:, :, None] * torch.complex(both, turned) * weights[:, None, :]
-    energies, components = torch.linalg.eigh(weighted)
-    return energies.flip(-1), components.flip(-1), weights
+    return torch.linalg.eigh(weighted).eigenvectors[..., -1], weights
 
 
 def latent_of(
-    moments: Moments, frequencies: Tensor, kept: Kept, rank: int | float, balance: float
+    moments: Moments, frequencies: Tensor, rope_dim: int, rank: int | float, balance: float = 1.0
 ) -> Latent:
     """Return the maps of one module that lose least.
 
     Args:
         moments: Of the module.
-        frequencies: Radians per token.
-        kept: Rotary components per frequency.
+        frequencies: Radians per token, the fastest first.
+        rope_dim: Width of the rotary key: twice the frequencies that stay rotary.
         rank: Width of the latent; below 1, the share of the weighted variance that it holds.
         balance: Weight of errors in K over those in V, once both are scaled alike.
     """
-    _, components, weights = _principal(moments)
-    down = [components[j].mH[:k] * weights[j] for j, k in enumerate(kept)]
-    up = [components[j][:, :k] / weights[j][:, None] for j, k in enumerate(kept)]
-    place = [j for j, k in enumerate(kept) for _ in range(k)]
-    rotary_down = _real(torch.cat(down), place, moments)
-    rotary_up = _real(torch.cat([columns.mT for columns in up]).conj(), place, moments).T
+    components, weights = _principal(moments)
+    kept = slice(0, rope_dim // 2)
+    rotary_down = _real((components.conj() * weights)[kept], moments)
+    rotary_up = _real((components / weights).conj()[kept], moments).T
     if not moments.rotates:
         rotary_down, rotary_up = torch.zeros_like(rotary_down), torch.zeros_like(rotary_up)
     mean_rotation = moments.mean_rotation(frequencies)
@@ -239,43 +210,29 @@ def latent_of(
     rest = torch.eye(width).double() - rotary_up @ rotary_down
     rest = torch.block_diag(*[turn] * moments.kv_heads) @ rest
     unrotated = torch.block_diag(rest, torch.eye(width).double())
-    mean = unrotated @ moments.mean
-    covariance = unrotated @ moments.second @ unrotated.T - torch.outer(mean, mean)
+    joint = moments.joint / moments.tokens
+    second = unrotated @ joint @ unrotated.T
     of_keys, of_values = moments.metric()
-    scale = (of_keys @ moments.second[:width, :width]).trace()
-    of_values = of_values * scale / (of_values @ covariance[width:, width:]).trace()
+    scale = (of_keys @ joint[:width, :width]).trace()
+    of_values = of_values * scale / (of_values @ joint[width:, width:]).trace()
     root, inverse = _roots(torch.block_diag(balance * of_keys, of_values))
-    energies, directions = torch.linalg.eigh(root @ covariance @ root)
+    energies, directions = torch.linalg.eigh(root @ second @ root)
     energies = energies.clamp(min=0)
     if rank < 1:
         rank = 1 + int((energies.flip(0).cumsum(0) < rank * energies.sum()).sum())
-    top = directions[:, -int(rank) :]
-    down_all = top.T @ root @ unrotated
-    held = float(energies[-int(rank) :].sum())
+    top, held = directions[:, -int(rank) :], float(energies[-int(rank) :].sum())
+    lost = max(1 - held / float(energies.sum()), 0.0)
     return Latent(
-        rotary_down,
-        rotary_up,
-        down_all,
-        down_all @ moments.mean,
-        inverse @ top,
-        mean,
-        max(1 - held / float(energies.sum()), 0.0),
-        held,
+        rotary_down, rotary_up, top.T @ root @ unrotated, inverse @ top, lost, held / int(rank)
     )
 
 
-def rank_of(moments: Moments, frequencies: Tensor, kept: Kept, share: float) -> int:
-    """Return the smallest rank that holds a share of the weighted variance."""
-    return len(latent_of(moments, frequencies, kept, share, 1.0).down)
-
-
-def _real(rows: Tensor, place: list[int], moments: Moments) -> Tensor:
-    """Return complex rows over KV heads, each of one frequency, as a real map of all keys."""
-    count, half = len(place), moments.head_dim // 2
-    real = torch.zeros(2, count, moments.kv_heads, 2, half).double()
-    at, frequency = torch.arange(count), torch.tensor(place, dtype=torch.long)
-    real[0, at, :, 0, frequency] = real[1, at, :, 1, frequency] = rows.real
-    real[0, at, :, 1, frequency], real[1, at, :, 0, frequency] = -rows.imag, rows.imag
+def _real(rows: Tensor, moments: Moments) -> Tensor:
+    """Return complex rows over KV heads, one per frequency, as a real map of all keys."""
+    count, half = len(rows), moments.head_dim // 2
+    real, at = torch.zeros(2, count, moments.kv_heads, 2, half).double(), torch.arange(count)
+    real[0, at, :, 0, at] = real[1, at, :, 1, at] = rows.real
+    real[0, at, :, 1, at], real[1, at, :, 0, at] = -rows.imag, rows.imag
     return real.reshape(2 * count, moments.width)
 
 
@@ -297,8 +254,8 @@ def projected(
         latent, heads = maps[path], call.key.shape[1]
         rotated = call.key.float().transpose(1, 2).flatten(2)
         rotated = rotated @ latent.rotary_down.T @ latent.rotary_up.T
-        joint = torch.cat([raw["k"], raw["v"]], -1) @ latent.down.T - latent.shift
-        rest, value = (joint @ latent.up.T + latent.mean).chunk(2, -1)
+        joint = torch.cat([raw["k"], raw["v"]], -1) @ latent.down.T
+        rest, value = (joint @ latent.up.T).chunk(2, -1)
         split = [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (rotated, rest, value)]
         query = raw["q"].unflatten(-1, (call.query.shape[1], -1)).transpose(1, 2)
         changed = replace(
