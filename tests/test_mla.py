@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from headprune.surgery.latent import Latent, projected
 from tests import tiny
 from tests.test_cli import printed
 
-SMALL = {"calibration_tokens": 1_500, "seq_len": 32}
+SMALL: dict[str, Any] = {"calibration_tokens": 1_500, "seq_len": 32}
 IDS = torch.randint(0, 60, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
@@ -54,7 +55,7 @@ def apart(one: PreTrainedModel, other: PreTrainedModel) -> float:
 def test_a_latent_that_loses_nothing_computes_the_original(text: Path, tmp_path: Path) -> None:
     model = saved("llama-mqa", tmp_path / "m")
     width = model.model.layers[0].self_attn.k_proj.out_features  # of one head
-    sizes = {"rank": 2 * width, "rope_dim": width}
+    sizes: dict[str, Any] = {"rank": 2 * width, "rope_dim": width}
     result = headprune.convert_mla(tmp_path / "m", tmp_path / "out", data=text, **sizes, **SMALL)
     assert result.record.proof.passed
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -83,6 +84,7 @@ def test_a_smaller_latent_computes_the_projected_original(
 
     assert gap() < 1e-5 and apart(model, result) > 1e-3
     assert all(0 < latent.lost < 1 for latent in fit.latents.values())
+    assert fits.ratio(fit) != pytest.approx(1.0, abs=1e-4)
     if result.config.attention_bias:  # queries', keys' and values' travel
         for layer in result.model.layers:
             layer.self_attn.q_b_proj.weight.data[:, -1] = 0.0
@@ -184,7 +186,7 @@ def test_a_misplaced_head_shows(text: Path, tmp_path: Path) -> None:
     ],
 )
 def test_impossible_latents_are_refused(
-    case: str, sizes: dict[str, int], said: str, text: Path, tmp_path: Path
+    case: str, sizes: dict[str, Any], said: str, text: Path, tmp_path: Path
 ) -> None:
     saved(case, tmp_path / "m")
     with pytest.raises(HeadpruneError, match=said):

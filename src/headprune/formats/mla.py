@@ -201,8 +201,9 @@ class Fitter:
 
     def ratio(self, fit: Fit) -> float:
         """Return the perplexity over the original's, on held-out text that chose nothing."""
+        original = self.loss  # before the net is another
         with projected(self.net, self.attentions, fit.latents):
-            return math.exp(self._loss(self.text.report) - self.loss)
+            return math.exp(self._loss(self.text.report) - original)
 
     def prices(self) -> tuple[LatentPrice, ...]:
         """Return the cost of latents of several sizes, measured in place."""
@@ -440,7 +441,7 @@ def _with_bias(weight: Tensor, hidden: int) -> Tensor:
 
 
 def _linear_norm(mean_square: float) -> tuple[float, float, float]:
-    """Return the factor of what a norm takes, its weight, and the factor of what follows.
+    """Return the factor before a norm, its weight, and the factor after it.
 
     The weight is a number of bfloat16, and the last factor makes up for its rounding.
     """
