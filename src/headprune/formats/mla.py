@@ -389,7 +389,6 @@ def _config(net: PreTrainedModel, fitter: Fitter, fit: Fit) -> DeepseekV3Config:
         qk_nope_head_dim=moments.head_dim,
         v_head_dim=moments.head_dim,
         attention_bias=any(b is not None for h in heads for b in (h.q_bias, h.k_bias, h.o_bias)),
-        rope_interleave=False,
         # the fastest frequencies: a geometric row of the same ratio
         rope_parameters={
             **own.rope_parameters,
@@ -407,9 +406,10 @@ def _attention_weights(
     q, k, v = (_with_bias(heads.affine(role).double(), hidden) for role in ("q", "k", "v"))
     small, weight, factor = _linear_norm(latent.size)
     both = torch.cat([k.flatten(0, 1), v.flatten(0, 1)])
-    down = torch.cat([latent.down @ both * small, latent.rotary_down @ k.flatten(0, 1)])
+    turned = torch.arange(config.qk_rope_head_dim).view(2, -1).T.flatten()  # pairs, as DeepSeek
+    down = torch.cat([latent.down @ both * small, latent.rotary_down[turned] @ k.flatten(0, 1)])
     keys, values = (latent.up * factor).unflatten(0, (2, len(heads.k), -1))
-    rotary_up = latent.rotary_up.unflatten(0, (len(heads.k), -1))[owners]
+    rotary_up = latent.rotary_up[:, turned].unflatten(0, (len(heads.k), -1))[owners]
     scale = attention.module.scaling * config.qk_head_dim**0.5
     queries = scale * torch.cat([q, rotary_up.mT @ q], 1).flatten(0, 1)
     tensors = {
