@@ -39,8 +39,8 @@ from headprune.model.stored import fetch_weights, find_file
 from headprune.result.equivalence import difference
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.latent import (
+    AttentionMoments,
     Latent,
-    Moments,
     gather,
     latent_of,
     projected,
@@ -143,8 +143,8 @@ class Fitter:
             )
 
     @property
-    def first(self) -> Moments:
-        """Moments of the first layer, for sizes that all share."""
+    def first(self) -> AttentionMoments:
+        """AttentionMoments of the first layer, for sizes that all share."""
         return next(iter(self.moments.values()))
 
     @property
@@ -257,7 +257,7 @@ def convert_mla(
         HeadpruneError: If a latent cannot hold the model, or the text is too short.
         ProofError: If the folder computes something else than the projected original.
     """
-    conversion = _Conversion(config, data, context)
+    conversion = _LatentFormat(config, data, context)
     form = Format(
         what="a DeepseekV3ForCausalLM",
         refusal=lambda source, _: refusal(source.net),
@@ -278,7 +278,7 @@ def _in_a_folder(model: str | Path) -> str | Path:
     return model if config is None else config.parent
 
 
-class _Conversion:
+class _LatentFormat:
     """The state between writing and proof."""
 
     def __init__(self, config: LatentConfig, data: DataConfig, context: Context) -> None:

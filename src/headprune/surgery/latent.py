@@ -31,7 +31,7 @@ _SMALLEST = 1e-9  # share of the largest eigenvalue of a metric
 
 
 @dataclass
-class Moments:
+class AttentionMoments:
     """Second moments of one module's attention on text.
 
     Attributes:
@@ -107,7 +107,7 @@ def gather(
     attentions: Sequence[Attention],
     text: Sequences,
     on_step: Callable[[int, int], None],
-) -> dict[str, Moments]:
+) -> dict[str, AttentionMoments]:
     """Read the moments of all modules in one pass over a text.
 
     Args:
@@ -154,12 +154,12 @@ def gather(
     return found
 
 
-def _empty(attention: Attention, text: Sequences) -> Moments:
+def _empty(attention: Attention, text: Sequences) -> AttentionMoments:
     heads = read_heads(attention)
     count, width = heads.q.shape[:2]
     joint = 2 * len(heads.k) * width
     outputs = heads.o.double()
-    return Moments(
+    return AttentionMoments(
         count,
         len(heads.k),
         width,
@@ -170,7 +170,7 @@ def _empty(attention: Attention, text: Sequences) -> Moments:
     )
 
 
-def _principal(moments: Moments) -> tuple[Tensor, Tensor]:
+def _principal(moments: AttentionMoments) -> tuple[Tensor, Tensor]:
     """Return the components of keys over KV heads by frequency, and the heads' weights."""
     pairs = RotaryPairs.halves(moments.head_dim, moments.head_dim)
     real, imaginary = pairs.first, pairs.second
@@ -186,7 +186,11 @@ def _principal(moments: Moments) -> tuple[Tensor, Tensor]:
 
 
 def latent_of(
-    moments: Moments, frequencies: Tensor, rope_dim: int, rank: int | float, balance: float = 1.0
+    moments: AttentionMoments,
+    frequencies: Tensor,
+    rope_dim: int,
+    rank: int | float,
+    balance: float = 1.0,
 ) -> Latent:
     """Return the maps of one module that lose least.
 
@@ -227,7 +231,7 @@ def latent_of(
     )
 
 
-def _real(rows: Tensor, moments: Moments) -> Tensor:
+def _real(rows: Tensor, moments: AttentionMoments) -> Tensor:
     """Return complex rows over KV heads, one per frequency, as a real map of all keys."""
     count, half = len(rows), moments.head_dim // 2
     real, at = torch.zeros(2, count, moments.kv_heads, 2, half).double(), torch.arange(count)
