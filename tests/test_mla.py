@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import headprune
 from headprune.config import CalibrationConfig, DataConfig
@@ -52,8 +52,18 @@ def apart(one: PreTrainedModel, other: PreTrainedModel) -> float:
         return float((other(IDS).logits - wanted).abs().max() / wanted.abs().max())
 
 
-def test_a_latent_that_loses_nothing_computes_the_original(text: Path, tmp_path: Path) -> None:
-    model = saved("llama-mqa", tmp_path / "m")
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64, "rope_theta": 500.0}
+
+
+@pytest.mark.parametrize("rope", [{}, LLAMA3], ids=["default", "llama3"])
+def test_a_latent_that_loses_nothing_computes_the_original(
+    rope: dict[str, Any], text: Path, tmp_path: Path
+) -> None:
+    config = tiny.model("llama-mqa").config
+    config.rope_parameters |= rope
+    model = LlamaForCausalLM(config).eval().requires_grad_(False)
+    tiny.save(model, tmp_path / "m")
     width = model.model.layers[0].self_attn.k_proj.out_features  # of one head
     sizes: dict[str, Any] = {"rank": 2 * width, "rope_dim": width}
     result = headprune.convert_mla(tmp_path / "m", tmp_path / "out", data=text, **sizes, **SMALL)
@@ -139,8 +149,9 @@ def test_the_cache_holds_as_many_numbers_as_said(text: Path, tmp_path: Path) -> 
     assert torch.equal(generated, whole)
 
 
-def test_a_result_is_stored_as_its_original_and_heals(text: Path, tmp_path: Path) -> None:
-    model = saved("llama-gqa", tmp_path / "m").bfloat16()
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])  # too small for float16
+def test_a_result_is_in_bfloat16_and_heals(stored: torch.dtype, text: Path, tmp_path: Path) -> None:
+    model = saved("llama-gqa", tmp_path / "m").to(stored)
     tiny.save(model, tmp_path / "m")
     cut, out = tmp_path / "cut", tmp_path / "out"
     headprune.convert_mla(tmp_path / "m", cut, data=text, kv_bytes=240, **SMALL)
