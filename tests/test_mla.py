@@ -156,6 +156,10 @@ def test_a_result_is_in_bfloat16_and_heals(stored: torch.dtype, text: Path, tmp_
     cut, out = tmp_path / "cut", tmp_path / "out"
     headprune.convert_mla(tmp_path / "m", cut, data=text, kv_bytes=240, **SMALL)
     assert AutoModelForCausalLM.from_pretrained(cut).dtype == torch.bfloat16
+    report = headprune.evaluate(cut, data=text, against=tmp_path / "m", seq_len=16, speed=False)
+    assert report.against is not None
+    cache = [side.cost.kv_cache_bytes_per_token for side in (report.model, report.against)]
+    assert cache == [240, 480]
     healed = headprune.heal(cut, out, teacher=tmp_path / "m", data=text, steps=2, seq_len=16)
     assert type(healed.model).__name__ == "DeepseekV3ForCausalLM"
 

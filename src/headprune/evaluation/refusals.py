@@ -20,15 +20,17 @@ from headprune.evaluation.tagged import refuse_missing_seqeval
 from headprune.formats.format import is_exported, read_export
 from headprune.model.loading import CLASSIFIERS, UNMEASURED, class_ids, task_of
 
+_FOR_ENGINES = ("gguf", "vllm", "onnx", "openvino")
 _MADE_FROM = "--against takes the model that this one was made from"
 
 
 def refuse_exported(model: str) -> None:
-    """Raise CheckpointError for an exported model, which torch does not run."""
-    if is_exported(model):
+    """Raise CheckpointError for a model that was exported for an engine."""
+    form = read_export(Path(model)).format if is_exported(model) else ""
+    if form in _FOR_ENGINES:
         raise CheckpointError(
-            f"'{model}' was exported as {read_export(Path(model)).format}, and models are measured "
-            "in torch. Give the model that it was made of."
+            f"'{model}' was exported as {form}, and models are measured in torch. Give the model "
+            "that it was made of."
         )
 
 
