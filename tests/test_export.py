@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_help_names_every_format() -> None:
-    _, shown = command.COMMANDS["export"].options()["to"]
+    _, shown = command.all_commands()["export"].options()["to"]
     assert all(name in str(shown.help) for name in FORMATS)
 
 
