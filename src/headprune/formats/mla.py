@@ -53,7 +53,7 @@ _SAME = (
 )
 TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _EPS = 1e-6  # of DeepseekV3RMSNorm
-_SMALL = 1e-8  # mean square of a latent over _EPS; 10,000 times as much at first tokens
+_SMALL = 1e-12  # mean square of a latent over _EPS; a million times as much at first tokens
 _TOLERANCE = 1e-4  # of float32: 3e-6 measured on SmolLM2
 _HELD = 0.99  # of the variance
 _OTHER_BALANCE = 3.0  # of K over V, tried beside 1
@@ -309,7 +309,7 @@ class _LatentFormat:
             f"KV cache: {before:,} bytes per token become {after:,} in 16 bits: rank "
             f"{self.fit.rank}, rotary width {self.fit.rope_dim}.",
             f"Perplexity on held-out text: {fitter.ratio(self.fit):.3f} times the original's.",
-            "Latents are about 1e-7, too small for float16 and for blocks of 8 or 4 bits. So it is "
+            "Latents are about 1e-9, too small for float16 and for blocks of 8 or 4 bits. So it is "
             "written, and has to run, in bfloat16 or float32.",
             *[_BIASED] * bool(self.result.config.attention_bias),
         )
