@@ -43,16 +43,18 @@ SHOWN = {
 }
 
 SHARES = {"compress": 0.72, "evaluate": 0.2, "check": 0.06, "report": 0.02}  # of the time
-clock = {"start": 0.0, "estimate": 0.0}  # seconds
+clock = {"start": 0.0}
 
 console = Console(highlight=False)
 
 
-def time_left(command: str, elapsed: float, estimate: float) -> str:
-    """Return where the demo stands before a command; its own pace corrects the estimate."""
+def time_left(command: str, elapsed: float) -> str:
+    """Return where the demo stands before a command, and the time left at its own pace."""
     step = list(SHARES).index(command)
     done = sum(list(SHARES.values())[:step])
-    left = (elapsed / done if done else estimate) * (1 - done)
+    if not done:
+        return f"Step 1 of {len(SHARES)}."
+    left = elapsed / done * (1 - done)
     said = f"{left / 60:.0f} minutes" if left > 90 else "a minute" if left > 20 else "some seconds"
     return f"Step {step + 1} of {len(SHARES)}; about {said} left for all of it."
 
@@ -60,8 +62,7 @@ def time_left(command: str, elapsed: float, estimate: float) -> str:
 def headprune(*arguments: object) -> None:
     """Run a headprune command and show it, with the time left for the whole demo."""
     command = ["headprune", *map(str, arguments)]
-    elapsed = time.monotonic() - clock["start"]
-    console.print(f"\n[bold]{time_left(command[1], elapsed, clock['estimate'])}[/]")
+    console.print(f"\n[bold]{time_left(command[1], time.monotonic() - clock['start'])}[/]")
     console.print(f"[bold cyan]$ {' '.join(command)}[/]", soft_wrap=True)
     done = subprocess.run([sys.executable, "-m", *command])
     if done.returncode:
@@ -114,7 +115,8 @@ def main() -> None:
         console.print(f"[bold red]error:[/] {error}")
         sys.exit(2)
     console.print(f"model: {model} ({time.monotonic() - start:.0f} s)")
-    clock["estimate"] = seconds_needed(model)
+    minutes = seconds_needed(model) / 60
+    console.print(f"[bold]On this machine the rest takes about {max(minutes, 1):.0f} minutes.[/]")
     clock["start"] = time.monotonic()
     shutil.rmtree(RESULTS, ignore_errors=True)
 
