@@ -384,11 +384,9 @@ def converted(net: PreTrainedModel, fitter: Fitter, fit: Fit) -> PreTrainedModel
     for name, weight in weights.items():
         if "embed_tokens" in name or ".o_proj." in name or ".down_proj." in name:
             weights[name] = weight * scale
-    weights["model.norm.weight"] = weights["model.norm.weight"] / (
-        scale if config.tie_word_embeddings else 1.0
-    )
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings:  # the head is scaled too; the norm before it makes up for that
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+        weights["model.norm.weight"] = weights["model.norm.weight"] / scale
     result.load_state_dict({name: weight.float() for name, weight in weights.items()})
     return result
 
