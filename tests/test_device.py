@@ -30,7 +30,7 @@ from tests import tiny
 from tests.test_cli import run
 
 RUN_NO_MODEL = {"families", "inspect", "report"}
-ON_THE_CPU = {"export", "pad"}  # compare with engines there
+ON_THE_CPU = {"convert-mla", "export", "pad"}  # compare with engines there, or in float64
 
 
 @pytest.fixture
