@@ -41,7 +41,10 @@ import yaml
 from datasets import Dataset
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import headprune
 from headprune import from_pretrained
@@ -304,7 +307,10 @@ class Bench:
         """Make a row's model from a sample."""
         settings, text = {**row.settings, **more}, str(self.calibration[sample])
         if row.method in OURS:
-            return Made(from_pretrained(self._by_command(row.method, settings, text)))
+            net = from_pretrained(self._by_command(row.method, settings, text))
+            if row.method == "convert_mla":
+                net.set_attn_implementation("even_widths")
+            return Made(net)
         net = from_pretrained(self.model, dtype="float32").requires_grad_(False)
         if row.method == "original":
             return Made(net)
@@ -319,7 +325,7 @@ class Bench:
         return Made(net, _both(context, gated(attention_of(net), fixed(gates))))
 
     def _by_command(self, command: str, settings: dict[str, Any], text: str) -> Path:
-        out = self.work / "out"
+        out, steps = self.work / "out", settings.pop("heal_steps", None)
         shutil.rmtree(out, ignore_errors=True)
         amount: dict[str, Any] = {"calibration_tokens": self.config.tokens}
         if command == "prune":
@@ -334,16 +340,15 @@ class Bench:
             given: dict[str, Any] = {"calibrate": text, **amount}
             if settings.get("merge") == "mean":
                 given = {}
-            steps = settings.pop("heal_steps", None)
             headprune.convert_gqa(self.model, out, **settings, **given)
-            if steps:
-                cut = out.rename(self.work / "cut")
-                headprune.heal(cut, out, teacher=self.model, data=text, steps=steps)
-                shutil.rmtree(cut)
         elif command == "convert_mla":
             headprune.convert_mla(self.model, out, data=text, **settings, **amount)
         else:
             headprune.compress(self.model, out, data=text, **settings)
+        if steps:
+            cut = out.rename(self.work / "cut")
+            headprune.heal(cut, out, teacher=self.model, data=text, steps=steps)
+            shutil.rmtree(cut)
         return out
 
     def _by_rival(
@@ -376,6 +381,25 @@ class Bench:
         if rival.compensate is None:
             return gates, nullcontext()
         return rival.compensate(net, attentions, gates, some, evidence)
+
+
+def _even_widths(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend by torch's fused kernel, which takes values as wide as keys alone."""
+    width = value.shape[-1]
+    value = nn.functional.pad(value, (0, key.shape[-1] - width))
+    output, _ = sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+    return output[..., :width], None
+
+
+AttentionInterface.register("even_widths", _even_widths)
+AttentionMaskInterface.register("even_widths", sdpa_mask)
 
 
 @contextmanager

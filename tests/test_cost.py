@@ -69,4 +69,7 @@ def test_inspect_says_what_the_cache_measures(tmp_path: Path) -> None:
     live = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 3
     assert report.kv_cache_bytes_per_token["float32"] == live
     assert "head_dim 10 is under the usual 64 and 128" in report.notes[0]
+    assert "quantise it in the engine first" in report.notes[1]
+    encoder = inspect(tiny.save(tiny.model("bert-mlm"), tmp_path / "encoder"))
+    assert not any("quantise" in note for note in encoder.notes)  # no cache
     assert report.attention_parameters == sum(a.parameters for a in report.attentions)

@@ -10,7 +10,6 @@ go through a low rank of full width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -55,7 +54,7 @@ _SAME = (
 TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _EPS = 1e-6  # of DeepseekV3RMSNorm
 _SMALL = 1e-12  # mean square of a latent over _EPS; a million times as much at first tokens
-_TOLERANCE = 1e-4  # of float32: 3e-6 measured on SmolLM2
+_TOLERANCE = 1e-5  # of weights in float32: XX measured
 _HELD = 0.99  # of the variance
 _OTHER_BALANCE = 3.0  # of K over V, tried beside 1
 _ROPE_DIMS = (0.375, 0.5, 0.625, 0.75, 1.0)  # over head_dim
@@ -291,12 +290,7 @@ class _LatentFormat:
         self.fitter = fitter = Fitter(self.net, tokenizer, self.data, self.config, self.context)
         self.fit = self._fit()
         self.result = converted(self.net, fitter, self.fit)
-        inputs = probe_inputs(self.net)
-        with projected(self.net, fitter.attentions, self.fit.latents):
-            self.wanted = probe(self.net, inputs, decoded=False)
-        self.control = self._moved(_misplaced)
-        self.rounding = self._moved(_rounded)
-        self.gap = difference(self.wanted, probe(self.result, inputs, decoded=False))
+        self._compare()
         stored = next(iter(source.weights.values())).dtype
         stored = torch.bfloat16 if stored is torch.float16 else stored  # which latents underflow
         for parameter in self.result.parameters():  # and not the frequencies
@@ -314,12 +308,25 @@ class _LatentFormat:
             *[_BIASED] * bool(self.result.config.attention_bias),
         )
 
-    def _moved(self, change: Callable[[Latent], Latent]) -> float:
-        """Return the difference of outputs that a change of all latents makes, in place."""
-        latents = {path: change(latent) for path, latent in self.fit.latents.items()}
-        with projected(self.net, self.fitter.attentions, latents):
-            outputs = probe(self.net, probe_inputs(self.net), decoded=False)
-        return difference(self.wanted, outputs)
+    def _compare(self) -> None:
+        """Compare the result with the original in place, and that with a misplaced head.
+
+        In float64: float32 rounds 5e-4 where large biases cancel, as in Qwen2.5.
+        """
+        for net in (self.net, self.result):
+            net.double()
+        inputs = probe_inputs(self.net)
+        outputs = []
+        for latents in (
+            self.fit.latents,
+            {path: _misplaced(latent) for path, latent in self.fit.latents.items()},
+        ):
+            with projected(self.net, self.fitter.attentions, latents):
+                outputs.append(probe(self.net, inputs, decoded=False))
+        self.gap = difference(outputs[0], probe(self.result, inputs, decoded=False))
+        self.control = difference(*outputs)
+        for net in (self.net, self.result):
+            net.float()
 
     def _fit(self) -> Fit:
         config, fitter = self.config, self.fitter
@@ -334,8 +341,7 @@ class _LatentFormat:
         return fitter.fit(config.rank, config.rope_dim)
 
     def prove(self, source: ExportSource, folder: Path, config: ExportConfig) -> ExportProof:
-        tolerance = max(_TOLERANCE, 4 * self.rounding)  # as of every proof
-        if not self.control > 10 * tolerance:
+        if not self.control > 10 * _TOLERANCE:
             raise ProofError(f"The proof is inconclusive: a misplaced head moves {self.control}.")
         inputs = probe_inputs(self.result)
         reloaded = difference(probe(self.result, inputs), probe(open_source(folder).load(), inputs))
@@ -345,29 +351,14 @@ class _LatentFormat:
             why_not="no engine runs here",
             compared="projected original, converted and reloaded",
             difference=max(self.gap, reloaded),
-            tolerance=tolerance,
-            details={
-                "reloaded alone": reloaded,
-                "rounding alone": self.rounding,
-                "one head misplaced": self.control,
-            },
+            tolerance=_TOLERANCE,
+            details={"reloaded alone": reloaded, "one head misplaced": self.control},
         )
 
 
 def _misplaced(latent: Latent) -> Latent:
     """Return a latent whose K and V go to the wrong coordinates."""
     return replace(latent, rotary_up=latent.rotary_up.roll(1, 0), up=latent.up.roll(1, 0))
-
-
-def _rounded(latent: Latent) -> Latent:
-    """Return a latent with maps one bit of float32 off."""
-    draw = torch.Generator().manual_seed(0)
-    maps: dict[str, Any] = {}
-    for name in ("rotary_up", "down", "up"):
-        exact: Tensor = getattr(latent, name)
-        off = torch.rand(exact.shape, generator=draw, dtype=exact.dtype) * 2 - 1
-        maps[name] = exact * (1 + off * 2**-23)
-    return replace(latent, **maps)
 
 
 @torch.no_grad()

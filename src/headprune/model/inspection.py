@@ -23,6 +23,10 @@ from headprune.tensors.units import Unit
 
 # kernels and quantisers are tuned for these widths; narrower heads waste lanes
 USUAL_HEAD_DIMS = (64, 128)
+_QUANTISE_FIRST = (
+    "For a smaller KV cache, quantise it in the engine first: 8 bits halve it, for 0.1 % more "
+    "perplexity of SmolLM2-135M in llama.cpp."
+)
 
 
 class _InspectionPart(BaseModel):
@@ -174,6 +178,7 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
         notes=(
             *_notes(config, {a.head_dim for a in attentions}, _without_heads(net, attentions)),
             *[f"{family.model_type}: {family.fewer_kv_heads}."] * bool(family.cached_width),
+            *[_QUANTISE_FIRST] * bool(elements and widths),
         ),
     )
 

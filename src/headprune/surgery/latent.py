@@ -252,11 +252,12 @@ def projected(
     model: PreTrainedModel, attentions: Sequence[Attention], latents: Mapping[str, Latent]
 ) -> Iterator[None]:
     """Make the keys and values of a model pass through latents, in place, without a cache."""
-    maps = {path: _floats(latent) for path, latent in latents.items()}
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    maps = {path: _in_dtype(latent, dtype) for path, latent in latents.items()}
 
     def attend(call: RecordedCall, path: str, raw: Mapping[str, Tensor]) -> Tensor:
         latent, heads = maps[path], call.key.shape[1]
-        rotated = call.key.float().transpose(1, 2).flatten(2)
+        rotated = call.key.to(dtype).transpose(1, 2).flatten(2)
         rotated = rotated @ latent.rotary_down.T @ latent.rotary_up.T
         joint = torch.cat([raw["k"], raw["v"]], -1) @ latent.down.T
         rest, value = (joint @ latent.up.T).chunk(2, -1)
@@ -264,7 +265,7 @@ def projected(
         query = raw["q"].unflatten(-1, (call.query.shape[1], -1)).transpose(1, 2)
         changed = replace(
             call,
-            query=torch.cat([call.query.float(), query], -1).to(call.query),
+            query=torch.cat([call.query.to(dtype), query], -1).to(call.query),
             key=torch.cat(split[:2], -1).to(call.key),
             value=split[2].to(call.value),
         )
@@ -274,8 +275,8 @@ def projected(
         yield
 
 
-def _floats(latent: Latent) -> Latent:
-    maps: dict[str, Any] = {n: x.float() for n, x in vars(latent).items() if torch.is_tensor(x)}
+def _in_dtype(latent: Latent, dtype: torch.dtype) -> Latent:
+    maps: dict[str, Any] = {n: x.to(dtype) for n, x in vars(latent).items() if torch.is_tensor(x)}
     return replace(latent, **maps)
 
 
@@ -290,7 +291,7 @@ def _attending(
     raw: dict[str, dict[str, Tensor]] = {path: {} for path in paths.values()}
 
     def keep(path: str, role: str, module: nn.Module, args: object, output: Tensor) -> None:
-        raw[path][role] = output.float()
+        raw[path][role] = output.to(torch.promote_types(output.dtype, torch.float32))
 
     def recorded(call: RecordedCall) -> Tensor:
         path = paths[id(call.module)]
