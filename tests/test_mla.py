@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,27 @@ def test_a_smaller_latent_computes_the_projected_original(
         for layer in result.model.layers:
             layer.self_attn.q_b_proj.weight.data[:, -1] = 0.0
         assert gap() > 1e-3
+
+
+def test_a_latent_need_not_hold_what_all_keys_share(text: Path, tmp_path: Path) -> None:
+    """A constant in K without rotation adds the same to all scores of a query."""
+    model = saved("qwen2", tmp_path / "m").float()
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data *= 100.0  # as large as in Qwen2.5
+    fits = fitter(model, text)
+    fit = fits.fit(20, 4)
+    assert all(latent.offset.any() for latent in fit.latents.values())
+    for moments in fits.moments.values():
+        moments.biased = False
+    whole = fits.fit(20, 4)
+    assert all(fit.latents[path].size < 0.1 * one.size for path, one in whole.latents.items())
+    latents = {path: replace(one, offset=0 * one.offset) for path, one in fit.latents.items()}
+    with torch.no_grad():
+        with projected(model, fits.attentions, fit.latents):
+            wanted = model(IDS).logits
+        assert (mla.converted(model, fits, fit)(IDS).logits - wanted).abs().max() < 1e-4
+        other = mla.converted(model, fits, replace(fit, latents=latents))
+        assert (other(IDS).logits - wanted).abs().max() > 1e-3  # as V moves with it
 
 
 def test_the_norm_of_an_engine_is_the_one_of_transformers(text: Path, tmp_path: Path) -> None:

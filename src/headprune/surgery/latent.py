@@ -42,9 +42,11 @@ class AttentionMoments:
         query: Sum of outer products of queries before rotation, per head; the same shape.
         joint: Weighted sum of outer products of [K; V] before rotation. Half of a token's weight is
             the attention that it receives.
+        total: Weighted sum of [K; V].
         tokens: Number of tokens.
         distances: Attention by distance, summed.
         rotates: Whether keys are rotated.
+        biased: Whether projections have biases, so that a latent may have one.
     """
 
     heads: int
@@ -53,9 +55,11 @@ class AttentionMoments:
     output: Tensor
     query: Tensor
     joint: Tensor
+    total: Tensor
     distances: Tensor
     tokens: int = 0
     rotates: bool = False
+    biased: bool = False
 
     @property
     def width(self) -> int:
@@ -89,6 +93,8 @@ class Latent:
         rotary_down: From K to the rotary key; shape (rope_dim, width).
         rotary_up: Back; shape (width, rope_dim).
         down: From [K; V] to the latent; shape (rank, 2 width).
+        offset: Added to the latent; shape (rank,). It takes the mean of K without rotation away,
+            which adds the same to all scores of a query.
         up: From the latent to [K without rotation; V]; shape (2 width, rank).
         lost: Share of the weighted variance that the rank leaves out.
         size: Mean square of the latent's numbers.
@@ -97,6 +103,7 @@ class Latent:
     rotary_down: Tensor
     rotary_up: Tensor
     down: Tensor
+    offset: Tensor
     up: Tensor
     lost: float
     size: float
@@ -143,6 +150,7 @@ def gather(
             joint = torch.cat([raw["k"][number], raw["v"][number]], -1).double()
             weights = (1 + seen.double().sum(0)) / 2
             moments.joint += (joint * weights[:, None]).T @ joint
+            moments.total += weights @ joint
             moments.tokens += length
         return call.outputs()
 
@@ -166,7 +174,9 @@ def _empty(attention: Attention, text: Sequences) -> AttentionMoments:
         outputs.transpose(1, 2) @ outputs,
         torch.zeros(count, width, width).double(),
         torch.zeros(joint, joint).double(),
+        torch.zeros(joint).double(),
         torch.zeros(text.longest or max(len(row) for row in text.rows["input_ids"])).double(),
+        biased=heads.k_bias is not None,
     )
 
 
@@ -214,9 +224,13 @@ def latent_of(
     rest = torch.eye(width).double() - rotary_up @ rotary_down
     rest = torch.block_diag(*[turn] * moments.kv_heads) @ rest
     unrotated = torch.block_diag(rest, torch.eye(width).double())
-    joint = moments.joint / moments.tokens
-    second = unrotated @ joint @ unrotated.T
+    joint, mean = moments.joint / moments.tokens, moments.total / moments.tokens
     of_keys, of_values = moments.metric()
+    centre = torch.zeros_like(mean)
+    if moments.biased:
+        centre[:width] = mean[:width]
+    joint = joint - torch.outer(mean, centre) - torch.outer(centre, mean - centre)
+    second = unrotated @ joint @ unrotated.T
     scale = (of_keys @ joint[:width, :width]).trace()
     of_values = of_values * scale / (of_values @ joint[width:, width:]).trace()
     root, inverse = _roots(torch.block_diag(balance * of_keys, of_values))
@@ -226,9 +240,9 @@ def latent_of(
         rank = 1 + int((energies.flip(0).cumsum(0) < rank * energies.sum()).sum())
     top, held = directions[:, -int(rank) :], float(energies[-int(rank) :].sum())
     lost = max(1 - held / float(energies.sum()), 0.0)
-    return Latent(
-        rotary_down, rotary_up, top.T @ root @ unrotated, inverse @ top, lost, held / int(rank)
-    )
+    down = top.T @ root @ unrotated
+    size = held / int(rank)
+    return Latent(rotary_down, rotary_up, down, -down @ centre, inverse @ top, lost, size)
 
 
 def _real(rows: Tensor, moments: AttentionMoments) -> Tensor:
@@ -259,7 +273,7 @@ def projected(
         latent, heads = maps[path], call.key.shape[1]
         rotated = call.key.to(dtype).transpose(1, 2).flatten(2)
         rotated = rotated @ latent.rotary_down.T @ latent.rotary_up.T
-        joint = torch.cat([raw["k"], raw["v"]], -1) @ latent.down.T
+        joint = torch.cat([raw["k"], raw["v"]], -1) @ latent.down.T + latent.offset
         rest, value = (joint @ latent.up.T).chunk(2, -1)
         split = [x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (rotated, rest, value)]
         query = raw["q"].unflatten(-1, (call.query.shape[1], -1)).transpose(1, 2)
