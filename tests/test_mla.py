@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 import headprune
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.context import Context
+from headprune.distillation.heal import Healed
 from headprune.errors import HeadpruneError, ProofError
 from headprune.formats import mla
+from headprune.formats.export import Exported
 from headprune.surgery.latent import Latent, projected
 from tests import tiny
 from tests.test_cli import printed
@@ -68,7 +70,7 @@ def test_a_latent_that_loses_nothing_computes_the_original(
     width = model.model.layers[0].self_attn.k_proj.out_features  # of one head
     sizes: dict[str, Any] = {"rank": 2 * width, "rope_dim": width}
     result = headprune.convert_mla(tmp_path / "m", tmp_path / "out", data=text, **sizes, **SMALL)
-    assert result.record.proof.passed
+    assert isinstance(result, Exported) and result.record.proof.passed
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(loaded).__name__ == "DeepseekV3ForCausalLM"
     assert apart(model.float(), loaded) < 1e-5
@@ -161,6 +163,7 @@ def test_the_cache_holds_as_many_numbers_as_said(text: Path, tmp_path: Path) -> 
     result = headprune.convert_mla(
         tmp_path / "m", tmp_path / "out", data=text, kv_bytes=half, **SMALL
     )
+    assert isinstance(result, Exported)
     assert f"become {half:,} in 16 bits" in result.record.changes[0]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     cache = loaded(IDS, use_cache=True).past_key_values
@@ -182,7 +185,10 @@ def test_a_result_is_in_bfloat16_and_heals(stored: torch.dtype, text: Path, tmp_
     assert report.against is not None
     cache = [side.cost.kv_cache_bytes_per_token for side in (report.model, report.against)]
     assert cache == [240, 480]
-    healed = headprune.heal(cut, out, teacher=tmp_path / "m", data=text, steps=2, seq_len=16)
+    healed = headprune.convert_mla(
+        tmp_path / "m", out, data=text, kv_bytes=240, heal_steps=2, **SMALL
+    )
+    assert isinstance(healed, Healed) and not (tmp_path / "out-unhealed").exists()
     assert type(healed.model).__name__ == "DeepseekV3ForCausalLM"
 
 

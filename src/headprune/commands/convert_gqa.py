@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,7 +11,7 @@ from pydantic import BeforeValidator
 from headprune.commands import options as o
 from headprune.commands.command import command
 from headprune.commands.listing import Panel
-from headprune.config import ConvertConfig, HealConfig, LayoutOption, Resuming, build
+from headprune.config import ConvertConfig, HealConfig, LayoutOption, build
 from headprune.config.values import (
     Length,
     Positive,
@@ -24,7 +23,6 @@ from headprune.config.values import (
 )
 from headprune.context import Context
 from headprune.errors import HeadpruneError
-from headprune.placements import Placement, placing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -109,8 +107,6 @@ def convert_gqa(
     if output is None and not dry_run:
         raise HeadpruneError("convert-gqa needs OUTPUT, the folder to write (or --dry-run).")
     output = None if output is None else Path(output)
-    from headprune.io.outputs import claimed
-    from headprune.io.writing import beside
     from headprune.result import convert_gqa as conversion
 
     config = build(
@@ -148,17 +144,14 @@ def convert_gqa(
         out_dtype=out_dtype,
         seed=seed,
     )
-    from headprune.distillation.heal import heal
+    from headprune.distillation.heal import make_and_heal
 
-    with placing(Placement.WHOLE), claimed(output, overwrite, (model, calibrate)):
-        unhealed = beside(output, "{}-unhealed")
+    def make(unhealed: Path) -> None:
         merged = converted(unhealed)
         before, after = merged.pruned.manifest.kv_heads
         context.line(f"{after} of {before} KV heads ({merged.merge}), verified", True)
-        resuming = Resuming(overwrite=overwrite)
-        healed = heal(unhealed, model, text, output, healing, resuming, context)
-        shutil.rmtree(unhealed, ignore_errors=True)
-        return healed
+
+    return make_and_heal(make, model, text, output, healing, overwrite, context)
 
 
 def refuse_healing_by_layers(placement: str) -> None:

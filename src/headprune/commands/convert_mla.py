@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from headprune.commands import options as o
 from headprune.commands.command import command
-from headprune.commands.export import show
 from headprune.commands.listing import Panel
 from headprune.config import LatentConfig, build
 from headprune.config.values import Count, Length, Tokens
 from headprune.context import Context
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headprune.distillation.heal import Healed
     from headprune.formats.export import Exported
 
 
-@command(Panel.CUT, show)
+def _show(console: Console, result: Exported | Healed, values: Mapping[str, Any]) -> None:
+    from headprune.formats.export import Exported
+    from headprune.render import results
+
+    if isinstance(result, Exported):
+        results.exported(console, result)
+    else:
+        results.healed(console, result)
+
+
+@command(Panel.CUT, _show)
 def convert_mla(
     model: o.Model,
     output: o.Output,
@@ -27,16 +40,18 @@ def convert_mla(
     rank: Annotated[Count, o.option("Instead: width of the latent, with --rope-dim.")]
     | None = None,
     rope_dim: Annotated[Count, o.option("Width of the rotary key.")] | None = None,
+    heal_steps: o.HealSteps | None = None,
     calibration_tokens: Tokens = 16_384,
     seq_len: Length = 512,
     overwrite: o.Overwrite = False,
     context: Context = Context(),
-) -> Exported:
+) -> Exported | Healed:
     """Give all heads one latent and one rotary key (MLA), verify the result, write it.
 
     Experimental: the result is a stock DeepseekV3ForCausalLM for transformers.
     """
-    from headprune.config import DataConfig
+    from headprune.config import DataConfig, HealConfig
+    from headprune.distillation.heal import make_and_heal
     from headprune.formats.mla import convert_mla
 
     config = build(
@@ -48,4 +63,13 @@ def convert_mla(
         seq_len=seq_len,
     )
     text = DataConfig(source=str(data))
-    return convert_mla(model, Path(output), config, text, overwrite, context)
+    if heal_steps is None:
+        return convert_mla(model, Path(output), config, text, overwrite, context)
+
+    def make(unhealed: Path) -> None:
+        for change in convert_mla(model, unhealed, config, text, overwrite, context).record.changes:
+            context.line(change, True)
+
+    usual = HealConfig(steps=heal_steps)
+    healing = usual.model_copy(update={"seq_len": min(seq_len, usual.seq_len)})
+    return make_and_heal(make, model, text, Path(output), healing, overwrite, context)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +21,9 @@ from headprune.distillation.pair import Pair, read_pair
 from headprune.distillation.shards import probed, refuse_sharded, stored_weights
 from headprune.distillation.trainer import HealedModel, HealTrainer, merged, trainable
 from headprune.errors import HeadpruneError
+from headprune.io.outputs import claimed, place_of
 from headprune.io.shell import command
+from headprune.io.writing import beside
 from headprune.model.losses import own_share, recompute_activations
 from headprune.model.precision import widened
 from headprune.model.stored import id_of_model
@@ -121,6 +125,29 @@ def heal(
             processes.on_main(run.begin)
         trainer, about = _trained(run, pair, config, rerun.resume, again, context)
         return _written(run, pair, config, trainer, about, output, context)
+
+
+def make_and_heal(
+    make: Callable[[Path], None],
+    teacher: str | Path,
+    data: DataConfig,
+    output: Path,
+    config: HealConfig,
+    overwrite: bool,
+    context: Context,
+) -> Healed:
+    """Heal what ``make`` writes into the folder that it is given; that stays if healing fails.
+
+    Raises:
+        HeadpruneError: As by ``make``, and as by ``heal``.
+    """
+    inputs = [place_of(teacher), place_of(data)]
+    with placing(Placement.WHOLE), claimed(output, overwrite, inputs):
+        unhealed, rerun = beside(output, "{}-unhealed"), Resuming(overwrite=overwrite)
+        make(unhealed)
+        healed = heal(unhealed, teacher, data, output, config, rerun, context)
+        shutil.rmtree(unhealed, ignore_errors=True)
+        return healed
 
 
 def _objective(config: HealConfig, task: str) -> HealObjective:
