@@ -72,7 +72,8 @@ SAMPLES = 3
 LONG, SHORT = 2_048, 128  # tokens of a window; the second is the habit of FLAP and LLM-Pruner
 WINDOWS = 20  # of 2,048 tokens, of texts that are not read whole
 PASSAGES = 400
-OURS = ("prune", "convert_gqa", "convert_mla", "compress")
+OURS = ("prune", "convert_gqa", "convert_mla")
+TOKENS, SEQ_LEN = 16_384, 512  # of calibration
 
 console = Console(highlight=False)
 
@@ -140,13 +141,31 @@ class Row(Strict):
     tries: tuple[dict[str, Any], ...] = ({},)
     short: bool = False
 
+    def chosen_of(self, result: Result) -> dict[str, Any]:
+        """Return the try that a result is of.
+
+        Raises:
+            ProtocolError: If it is of settings that the row has no longer.
+        """
+        for each in self.tries:
+            if {**self.settings, **each} == result.settings:
+                return each
+        raise ProtocolError(
+            f"'{self.name}' in results.json is of other settings, {result.settings}: rename the "
+            "row, or take the result out."
+        )
+
 
 class Config(Strict):
-    """The rows of a table, and their calibration."""
+    """The rows of a table.
+
+    Attributes:
+        model: Name.
+        sha256: Digest of its weights.
+    """
 
     model: str
-    tokens: int = 16_384
-    seq_len: int = 512
+    sha256: str
     rows: tuple[Row, ...]
 
 
@@ -202,12 +221,10 @@ class Results(Strict):
         wanted = (table, row, sample)
         return next((r for r in self.results if (r.table, r.row, r.sample) == wanted), None)
 
-    def original(self, table: str) -> Result | None:
-        """Return the original of a table, measured for any table; None before that."""
-        digest = next((r.model_sha256 for r in self.results if r.table == table), None)
-        return next(
-            (r for r in self.results if r.row == "original" and r.model_sha256 == digest), None
-        )
+    def original(self, digest: str) -> Result | None:
+        """Return the original of a digest, measured for any table; None before that."""
+        known = (r for r in self.results if r.row == "original")
+        return next((r for r in known if r.model_sha256 == digest), None)
 
     def write_with(self, result: Result) -> Results:
         """Write and return all of them and another."""
@@ -314,9 +331,7 @@ class Bench:
         net = from_pretrained(self.model, dtype="float32").requires_grad_(False)
         if row.method == "original":
             return Made(net)
-        amount = CalibrationConfig(
-            calibration_tokens=self.config.tokens, seq_len=self.config.seq_len
-        )
+        amount = CalibrationConfig(calibration_tokens=TOKENS, seq_len=SEQ_LEN)
         some = calibration(net, self.tokenizer, DataConfig(source=text), amount, "bench").fit
         if row.method in CUTTERS:
             gates, context = CUTTERS[row.method](net, attention_of(net), settings["keep"], some)
@@ -327,7 +342,7 @@ class Bench:
     def _by_command(self, command: str, settings: dict[str, Any], text: str) -> Path:
         out, steps = self.work / "out", settings.pop("heal_steps", None)
         shutil.rmtree(out, ignore_errors=True)
-        amount: dict[str, Any] = {"calibration_tokens": self.config.tokens}
+        amount: dict[str, Any] = {"calibration_tokens": TOKENS}
         if command == "prune":
             scores = self.work / "scores"
             own: dict[str, Any] = {
@@ -341,10 +356,8 @@ class Bench:
             if settings.get("merge") == "mean":
                 given = {}
             headprune.convert_gqa(self.model, out, **settings, **given)
-        elif command == "convert_mla":
-            headprune.convert_mla(self.model, out, data=text, **settings, **amount)
         else:
-            headprune.compress(self.model, out, data=text, **settings)
+            headprune.convert_mla(self.model, out, data=text, **settings, **amount)
         if steps:
             cut = out.rename(self.work / "cut")
             headprune.heal(cut, out, teacher=self.model, data=text, steps=steps)
@@ -491,16 +504,18 @@ def measure(
     texts: Annotated[Path, typer.Option(help="Folder of the texts.")],
     work: Annotated[Path, typer.Option(help="Folder for intermediate files.")],
     row: Annotated[str | None, typer.Option(help="Only this row.")] = None,
-    samples: Annotated[int, typer.Option(help="Samples to measure.")] = SAMPLES,
+    samples: Annotated[int, typer.Option(help="Samples.", min=1, max=SAMPLES)] = SAMPLES,
 ) -> None:
     """Measure the rows that are not in results.json yet."""
     try:
         table, rows = config.stem, read_config(config)
         results = Results.read()
         bench = Bench(rows, model, texts, work)
-        for stored in results.results:
-            if stored.table == table and stored.model_sha256 != bench.sha256:
-                raise ProtocolError(f"'{model}' is not the model of '{table}' in results.json.")
+        if bench.sha256 != rows.sha256:
+            raise ProtocolError(f"'{model}' is not the {rows.model} of '{config.name}'.")
+        names = [one.name for one in rows.rows]
+        if row is not None and row not in names:
+            raise ProtocolError(f"'{config.name}' has no row '{row}', only {', '.join(names)}.")
     except ProtocolError as error:
         console.print(f"[red]Error:[/red] {error}")
         raise typer.Exit(2) from None
@@ -517,7 +532,7 @@ def measure(
         first = results.get(table, one.name, 0)
         tried: tuple[float, ...] = ()
         if first is not None:
-            chosen = {n: v for n, v in first.settings.items() if n not in one.settings}
+            chosen = one.chosen_of(first)
         else:
             if len(one.tries) > 1:
                 tried = tuple(bench.develop(bench.make(one, each, 0)) for each in one.tries)
@@ -557,10 +572,11 @@ _MARK = re.compile(r"(<!-- protocol: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 def table(name: str, results: Results) -> str:
     """Return the table of a config in Markdown: means over samples, relative to the original."""
     config = read_config(CONFIGS / f"{name}.yaml")
-    original = results.original(name)
+    original = results.original(config.sha256)
     if original is None:
         return "Not measured yet.\n"
-    columns = {n: c for n, c in _COLUMNS.items() if n in original.numbers}
+    measured = [r for r in results.results if r.table == name]
+    columns = {n: c for n, c in _COLUMNS.items() if any(n in r.numbers for r in measured)}
     head = ["", *(title for title, _ in columns.values()), "samples", "tries", "seconds"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     whole = [f"{original.numbers[n]:.3f}" for n in columns]
@@ -574,10 +590,10 @@ def table(name: str, results: Results) -> str:
             base = original.numbers[column]
             values = [r.numbers[column] / base for r in own if column in r.numbers]
             cells.append(_mean_of(values))
-        seconds = f"{mean(r.seconds for r in own):.0f}"
-        lines.append(
-            f"| {row.name} | {' | '.join(cells)} | {len(own)} | {len(row.tries)} | {seconds} |"
-        )
+        for result in own:
+            row.chosen_of(result)
+        seconds, tries = f"{mean(r.seconds for r in own):.0f}", max(len(own[0].tried), 1)
+        lines.append(f"| {row.name} | {' | '.join(cells)} | {len(own)} | {tries} | {seconds} |")
     return "\n".join(lines) + "\n"
 
 

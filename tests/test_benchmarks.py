@@ -155,6 +155,10 @@ def test_the_tables_of_pages_are_those_of_the_results(protocol: Any) -> None:
         assert protocol.rendered(text, results) == text, page.name
         marked += text.count("<!-- protocol:")
     assert marked
+    some = results.results[0]
+    row = protocol.Row(name=some.row, method="original", settings={"keep": 0.5})
+    with pytest.raises(protocol.ProtocolError, match="is of other settings"):
+        row.chosen_of(some)
     assert protocol.rendered("<!-- protocol: smollm2-heads -->\nold\n<!-- end -->", results) != (
         "<!-- protocol: smollm2-heads -->\nold\n<!-- end -->"
     )

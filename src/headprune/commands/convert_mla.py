@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from headprune.commands import options as o
 from headprune.commands.command import command
+from headprune.commands.convert_gqa import warnings
 from headprune.commands.listing import Panel
-from headprune.config import LatentConfig, build
+from headprune.config import LatentConfig, build, data_config
 from headprune.config.values import Count, Length, Tokens
 from headprune.context import Context
 
@@ -30,7 +31,7 @@ def _show(console: Console, result: Exported | Healed, values: Mapping[str, Any]
         results.healed(console, result)
 
 
-@command(Panel.CUT, _show)
+@command(Panel.CUT, _show, warnings=warnings)
 def convert_mla(
     model: o.Model,
     output: o.Output,
@@ -50,7 +51,7 @@ def convert_mla(
 
     Experimental: the result is a stock DeepseekV3ForCausalLM for transformers.
     """
-    from headprune.config import DataConfig, HealConfig
+    from headprune.config import HealConfig
     from headprune.distillation.heal import make_and_heal
     from headprune.formats.mla import convert_mla
 
@@ -62,7 +63,7 @@ def convert_mla(
         calibration_tokens=calibration_tokens,
         seq_len=seq_len,
     )
-    text = DataConfig(source=str(data))
+    text = data_config(data, None, None)
     if heal_steps is None:
         return convert_mla(model, Path(output), config, text, overwrite, context)
 

@@ -37,7 +37,9 @@ def inspect(
     inspected = inspect(model, context.allowed)
     if not latent or data is None:
         return inspected
-    from headprune.config import DataConfig
+    from headprune.config import data_config
+    from headprune.devices import running_on
     from headprune.formats.mla import priced
 
-    return priced(inspected, model, DataConfig(source=str(data)), context)
+    with running_on("cpu"):  # as convert-mla
+        return priced(inspected, model, data_config(data, None, None), context)

@@ -171,7 +171,7 @@ class LatentConfig(CalibrationConfig):
 
     Attributes:
         kv_bytes: KV cache per token, in 16 bits, at most.
-        rank: Width of the latent, the pinned coordinate included.
+        rank: Width of the latent.
         rope_dim: Width of the rotary key.
     """
 

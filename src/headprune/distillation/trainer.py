@@ -21,6 +21,8 @@ from headprune.model.placement import on_device, reshard
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
 from headprune.training import ResumableTrainer
 
+_LINEAR = 1e3  # weights of norms: about 1 where they are trained, 1e6 where eps makes them linear
+
 
 class HealedModel(LossModule):
     """A student, and its teacher, which is no part of the module.
@@ -108,11 +110,14 @@ def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealCon
     """
     torch.manual_seed(config.seed)  # low-rank additions begin with draws
     net.requires_grad_(config.train is HealTrain.ALL)
-    modules = {p.path: p.module for a in attentions for p in a.projections}
+    fixed = _linear_norms(net)
+    modules = {p.path: p.module for a in attentions for p in a.projections if p.module not in fixed}
     student: nn.Module = net
     if config.train is HealTrain.ATTENTION:
         for module in modules.values():
             module.requires_grad_(True)
+    for module in fixed:
+        module.requires_grad_(False)
     if config.train is not HealTrain.LORA:
         return student
     for path, module in modules.items():
@@ -129,6 +134,20 @@ def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealCon
     )
     adapted: nn.Module = get_peft_model(net, lora)
     return adapted
+
+
+def _linear_norms(net: PreTrainedModel) -> list[nn.Module]:
+    """Return norms that eps makes linear, as ``convert-mla`` writes, and what feeds them.
+
+    Their inputs are about 1e-9, so that any step of an optimiser would erase them.
+    """
+    fixed: list[nn.Module] = []
+    for module in net.modules():
+        for of, named in (("q_a", "q_a_proj"), ("kv_a", "kv_a_proj_with_mqa")):
+            norm = getattr(module, f"{of}_layernorm", None)
+            if norm is not None and float(norm.weight.detach().abs().max()) > _LINEAR:
+                fixed += [norm, module.get_submodule(named)]
+    return fixed
 
 
 def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:

@@ -29,10 +29,11 @@ from headprune.formats.export import Exported, export_as
 from headprune.formats.format import ExportProof, Format
 from headprune.formats.source import ExportSource, open_source
 from headprune.io.folders import copy_companions
+from headprune.io.outputs import claimed, place_of
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads
 from headprune.model.inspection import Inspection, LatentPrice
-from headprune.model.loading import load_config, load_tokenizer
+from headprune.model.loading import load_config, load_tokenizer, task_of
 from headprune.model.open import open_model
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.stored import fetch_weights, find_file
@@ -45,6 +46,7 @@ from headprune.surgery.latent import (
     latent_of,
     projected,
 )
+from headprune.tensors.dtypes import dtype_name
 
 _SAME = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act"),
@@ -53,7 +55,7 @@ _SAME = (
 )
 TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _EPS = 1e-6  # of DeepseekV3RMSNorm
-_SMALL = 1e-12  # mean square of a latent over _EPS; a million times as much at first tokens
+_SMALL = 1e-12  # mean square of a latent, in units of _EPS; of first tokens up to 1e6 times that
 _TOLERANCE = 1e-5  # of weights in float32: 1e-6 measured on SmolLM2 and Qwen2.5
 _HELD = 0.99  # of the variance
 _OTHER_BALANCE = 3.0  # of K over V, tried beside 1
@@ -67,6 +69,8 @@ _BIASED = (
 def refusal(net: PreTrainedModel) -> str | None:
     """Return why a model has no latent form, as a sentence; None if it has one."""
     config, layer = net.config, attention_of(net)[0]
+    if task_of(net) != "causal-lm":
+        return f"its task is {task_of(net)}, and the class is a language model."
     if config.model_type not in TYPES:
         norms = [name for name in ("q_norm", "k_norm") if hasattr(layer.module, name)]
         if norms:
@@ -136,8 +140,9 @@ class Fitter:
         tokens = self.text.fit.tokens
         if tokens <= self.whole or not len(self.text.report.rows):
             raise HeadpruneError(
-                f"The text has {tokens:,} tokens to fit to, and K and V have {self.whole:,} "
-                "numbers. Give more text."
+                f"The text has {tokens:,} tokens to fit to and {len(self.text.report.rows):,} "
+                f"held-out sequences. More than {self.whole:,} tokens, as K and V have numbers, "
+                "and one sequence are needed. Give more text."
             )
 
     @property
@@ -159,12 +164,7 @@ class Fitter:
     @cached_property
     def loss(self) -> float:
         """Mean loss of the original on held-out text that chooses nothing."""
-        return self._loss(self.text.report)
-
-    @torch.no_grad()
-    def _loss(self, text: Sequences) -> float:
-        losses = [float(self.net(**batch).loss) for batch in text.batches()]
-        return sum(losses) / len(losses)
+        return _loss(self.net, self.text.report)
 
     def fit(self, rank: int, rope_dim: int, balance: float = 1.0) -> Fit:
         """Return latents of a rank and a rotary width."""
@@ -179,18 +179,19 @@ class Fitter:
             for path, one in self.moments.items()
         }
         with projected(self.net, self.attentions, latents):
-            return Fit(latents, rank, rope_dim, self._loss(self.text.choose))
+            return Fit(latents, rank, rope_dim, _loss(self.net, self.text.choose))
 
     def of_size(self, size: int) -> Fit:
         """Return the latents of a size that lose least on held-out text."""
         widths = {2 * round(share * self.first.head_dim / 2) for share in _ROPE_DIMS}
         tries = [(size - w, w) for w in sorted(widths) if 2 <= w < size]
         if not tries:
-            raise PlanError(f"{size} numbers per token and layer are too few for a latent.")
+            least = self.bytes_per_token(min(w for w in widths if w >= 2) + 1)
+            raise PlanError(f"--kv-bytes: a latent of this model needs {least:,} at least.")
         self.context.stage("trying latents")
         fits = []
         for number, (rank, width) in enumerate(tries, 1):
-            fits.append(self.fit(min(rank, self.whole), width))
+            fits.append(self.fit(rank, width))
             self.context.step(number, len(tries) + 1)
         best = min(fits, key=lambda fit: fit.loss)
         other = self.fit(best.rank, best.rope_dim, _OTHER_BALANCE)
@@ -198,10 +199,14 @@ class Fitter:
         return min(best, other, key=lambda fit: fit.loss)
 
     def ratio(self, fit: Fit) -> float:
-        """Return the perplexity over the original's, on held-out text that chose nothing."""
-        original = self.loss  # before the net is another
+        """Return the perplexity in place over the original's, on text that chose nothing."""
+        original = self.loss  # before ``projected`` changes the net
         with projected(self.net, self.attentions, fit.latents):
-            return math.exp(self._loss(self.text.report) - original)
+            return math.exp(_loss(self.net, self.text.report) - original)
+
+    def ratio_of(self, net: PreTrainedModel) -> float:
+        """Return the same of another model."""
+        return math.exp(_loss(net, self.text.report) - self.loss)
 
     def prices(self) -> tuple[LatentPrice, ...]:
         """Return the cost of latents of several sizes, measured in place."""
@@ -229,6 +234,12 @@ class Fitter:
     def bytes_per_token(self, size: int) -> int:
         """Return the bytes of cache per token for a size, in 16 bits."""
         return 2 * size * len(self.attentions)
+
+
+@torch.no_grad()
+def _loss(net: PreTrainedModel, text: Sequences) -> float:
+    losses = [float(net(**batch).loss) for batch in text.batches()]
+    return sum(losses) / len(losses)
 
 
 def priced(
@@ -262,8 +273,10 @@ def convert_mla(
         write=conversion.write,
         prove=conversion.prove,
     )
-    as_export, folder = ExportConfig(to="mla"), _in_a_folder(model)
-    return export_as(form, "convert-mla", folder, output, as_export, overwrite, context)
+    as_export = ExportConfig(to="mla")
+    with claimed(output, overwrite, (place_of(model), place_of(data))):
+        folder = _in_a_folder(model)
+        return export_as(form, "convert-mla", folder, output, as_export, overwrite, context)
 
 
 def _in_a_folder(model: str | Path) -> str | Path:
@@ -288,7 +301,7 @@ class _LatentFormat:
         self.net = source.load()
         tokenizer = load_tokenizer(source.folder, source.config)
         self.fitter = fitter = Fitter(self.net, tokenizer, self.data, self.config, self.context)
-        self.fit = self._fit()
+        self.fit = self._chosen()
         self.result = converted(self.net, fitter, self.fit)
         self._compare()
         stored = next(iter(source.weights.values())).dtype
@@ -297,12 +310,15 @@ class _LatentFormat:
             parameter.data = parameter.data.to(stored)
         self.result.save_pretrained(folder)
         self.result.float()
+        outputs = probe(self.result, probe_inputs(self.net), decoded=False)
+        self.details[f"stored in {dtype_name(stored)}"] = difference(self.wanted, outputs)
         copy_companions(source.folder, folder)
+        ratio = fitter.ratio_of(self.result)
         before, after = (fitter.bytes_per_token(n) for n in (fitter.whole, self.fit.size))
         return (
             f"KV cache: {before:,} bytes per token become {after:,} in 16 bits: rank "
             f"{self.fit.rank}, rotary width {self.fit.rope_dim}.",
-            f"Perplexity on held-out text: {fitter.ratio(self.fit):.3f} times the original's.",
+            f"Perplexity on held-out text: {ratio:.3f} times the original's.",
             "Latents are about 1e-9, too small for float16 and for blocks of 8 or 4 bits. So it is "
             "written, and has to run, in bfloat16 or float32.",
             *[_BIASED] * bool(self.result.config.attention_bias),
@@ -323,26 +339,28 @@ class _LatentFormat:
         ):
             with projected(self.net, self.fitter.attentions, latents):
                 outputs.append(probe(self.net, inputs, decoded=False))
-        self.gap = difference(outputs[0], probe(self.result, inputs, decoded=False))
-        self.control = difference(*outputs)
+        self.wanted = outputs[0]
+        self.gap = difference(self.wanted, probe(self.result, inputs, decoded=False))
+        self.details = {"one head misplaced": difference(*outputs)}
         for net in (self.net, self.result):
             net.float()
 
-    def _fit(self) -> Fit:
+    def _chosen(self) -> Fit:
         config, fitter = self.config, self.fitter
         if config.kv_bytes is not None:
             size = config.kv_bytes // fitter.bytes_per_token(1)
             if size >= fitter.whole:
                 most = fitter.bytes_per_token(fitter.whole)
-                raise PlanError(f"--kv-bytes {config.kv_bytes}: the model has only {most:,}.")
+                raise PlanError(f"--kv-bytes {config.kv_bytes}: the model has {most:,} already.")
             return fitter.of_size(size)
         assert config.rank is not None
         assert config.rope_dim is not None
         return fitter.fit(config.rank, config.rope_dim)
 
     def prove(self, source: ExportSource, folder: Path, config: ExportConfig) -> ExportProof:
-        if not self.control > 10 * _TOLERANCE:
-            raise ProofError(f"The proof is inconclusive: a misplaced head moves {self.control}.")
+        control = self.details["one head misplaced"]
+        if not control > 10 * _TOLERANCE:
+            raise ProofError(f"The proof is inconclusive: a misplaced head moves {control}.")
         inputs = probe_inputs(self.result)
         reloaded = difference(probe(self.result, inputs), probe(open_source(folder).load(), inputs))
         return ExportProof(
@@ -352,7 +370,7 @@ class _LatentFormat:
             compared="projected original, converted and reloaded",
             difference=max(self.gap, reloaded),
             tolerance=_TOLERANCE,
-            details={"reloaded alone": reloaded, "one head misplaced": self.control},
+            details={"reloaded alone": reloaded, **self.details},
         )
 
 
@@ -414,7 +432,7 @@ def _attention_weights(
     heads = read_heads(attention)
     owners, hidden = heads.owners, config.hidden_size
     q, k, v = (_with_bias(heads.affine(role).double(), hidden) for role in ("q", "k", "v"))
-    small, weight, factor = _linear_norm(latent.size)
+    small, weight, factor = _linear_norm(latent.mean_square)
     both = torch.cat([k.flatten(0, 1), v.flatten(0, 1)])
     turned = torch.arange(config.qk_rope_head_dim).view(2, -1).T.flatten()  # pairs, as DeepSeek
     latents = latent.down @ both

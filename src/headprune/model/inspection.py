@@ -72,7 +72,7 @@ class LatentPrice(_InspectionPart):
 
     Attributes:
         kv_cache_bytes_per_token: KV cache per token, in 16 bits.
-        rank: Width of the latent, the pinned coordinate included.
+        rank: Width of the latent.
         rope_dim: Width of the rotary key.
         lost: Share of the weighted variance of [K without rotation; V] beyond the rank.
         perplexity_ratio: Perplexity on held-out text over the original's.

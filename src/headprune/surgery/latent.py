@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.data.text import Sequences
-from headprune.errors import PlanError
 from headprune.model.heads import read_heads
 from headprune.model.passes import eager_attention, run_model
 from headprune.model.recording import AttentionRecorder, RecordedCall
@@ -28,6 +27,7 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.rotary import RotaryPairs
 
 _SMALLEST = 1e-9  # share of the largest eigenvalue of a metric
+_NOTHING = 1e-30  # in place of zero, of layers whose W_Q, W_V or W_O is zero
 
 
 @dataclass
@@ -93,11 +93,11 @@ class Latent:
         rotary_down: From K to the rotary key; shape (rope_dim, width).
         rotary_up: Back; shape (width, rope_dim).
         down: From [K; V] to the latent; shape (rank, 2 width).
-        offset: Added to the latent; shape (rank,). It takes the mean of K without rotation away,
-            which adds the same to all scores of a query.
+        offset: Added to the latent; shape (rank,). It subtracts the mean of the unrotated K, which
+            adds the same to all scores of a query.
         up: From the latent to [K without rotation; V]; shape (2 width, rank).
         lost: Share of the weighted variance that the rank leaves out.
-        size: Mean square of the latent's numbers.
+        mean_square: Of the latent's numbers.
     """
 
     rotary_down: Tensor
@@ -106,7 +106,7 @@ class Latent:
     offset: Tensor
     up: Tensor
     lost: float
-    size: float
+    mean_square: float
 
 
 def gather(
@@ -122,9 +122,6 @@ def gather(
         attentions: Its attention modules.
         text: Sequences without padding.
         on_step: Called with batches done and in all.
-
-    Raises:
-        PlanError: If keys or queries are not those of the projections, as with norms between.
     """
     found = {a.path: _empty(a, text) for a in attentions}
 
@@ -132,11 +129,6 @@ def gather(
         moments = found[path]
         width = moments.head_dim
         query, key = (raw[role].unflatten(-1, (-1, width)).transpose(1, 2) for role in ("q", "k"))
-        if not torch.allclose(query.norm(), call.query.float().norm(), rtol=1e-2):
-            raise PlanError(
-                f"'{path}' scales or normalises its queries after W_Q (q_norm), which a latent "
-                "cannot hold. Use convert-gqa."
-            )
         moments.rotates |= not torch.allclose(key, call.key.float(), rtol=1e-2, atol=1e-3)
         flat = query.transpose(0, 1).flatten(1, 2).double()
         moments.query += flat.transpose(1, 2) @ flat
@@ -231,18 +223,18 @@ def latent_of(
         centre[:width] = mean[:width]
     joint = joint - torch.outer(mean, centre) - torch.outer(centre, mean - centre)
     second = unrotated @ joint @ unrotated.T
-    scale = (of_keys @ joint[:width, :width]).trace()
-    of_values = of_values * scale / (of_values @ joint[width:, width:]).trace()
+    scale = (of_keys @ joint[:width, :width]).trace().clamp(min=_NOTHING)
+    of_values = of_values * scale / (of_values @ joint[width:, width:]).trace().clamp(min=_NOTHING)
     root, inverse = _roots(torch.block_diag(balance * of_keys, of_values))
     energies, directions = torch.linalg.eigh(root @ second @ root)
     energies = energies.clamp(min=0)
     if rank < 1:
         rank = 1 + int((energies.flip(0).cumsum(0) < rank * energies.sum()).sum())
     top, held = directions[:, -int(rank) :], float(energies[-int(rank) :].sum())
-    lost = max(1 - held / float(energies.sum()), 0.0)
+    lost = max(1 - held / max(float(energies.sum()), _NOTHING), 0.0)
     down = top.T @ root @ unrotated
-    size = held / int(rank)
-    return Latent(rotary_down, rotary_up, down, -down @ centre, inverse @ top, lost, size)
+    mean_square = held / int(rank)
+    return Latent(rotary_down, rotary_up, down, -down @ centre, inverse @ top, lost, mean_square)
 
 
 def _real(rows: Tensor, moments: AttentionMoments) -> Tensor:
@@ -257,7 +249,7 @@ def _real(rows: Tensor, moments: AttentionMoments) -> Tensor:
 def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
     """Return the root of a metric, and its inverse."""
     values, vectors = torch.linalg.eigh(metric)
-    roots = values.clamp(min=_SMALLEST * float(values.max())).sqrt()
+    roots = values.clamp(min=max(_SMALLEST * float(values.max()), _NOTHING)).sqrt()
     return vectors * roots @ vectors.T, vectors / roots @ vectors.T
 
 
