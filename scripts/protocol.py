@@ -162,10 +162,12 @@ class Config(Strict):
     Attributes:
         model: Name.
         sha256: Digest of its weights.
+        tasks: Whether to measure passage words and tasks too, half of the time.
     """
 
     model: str
     sha256: str
+    tasks: bool = True
     rows: tuple[Row, ...]
 
 
@@ -283,12 +285,13 @@ class Bench:
             numbers = {
                 "wikitext2": math.exp(self.nll(net, self.wikitext, LONG)),
                 "brown": math.exp(self.nll(net, self.brown, LONG, WINDOWS)),
-                "passage_words": float(answered(net, self._needed, 8).mean()),
             }
             if short:
                 numbers["wikitext2_128"] = math.exp(self.nll(net, self.wikitext, SHORT))
-            scored, _ = task_scores(net, self.tokenizer, self._evaluation)
-        numbers |= {one.name.partition(":")[0]: one.value for one in scored}
+            if self.config.tasks:
+                numbers["passage_words"] = float(answered(net, self._needed, 8).mean())
+                scored, _ = task_scores(net, self.tokenizer, self._evaluation)
+                numbers |= {one.name.partition(":")[0]: one.value for one in scored}
         return numbers
 
     @property
