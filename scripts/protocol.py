@@ -78,8 +78,8 @@ TOKENS, SEQ_LEN = 16_384, 512  # of calibration
 console = Console(highlight=False)
 
 
-class ProtocolError(Exception):
-    """A number that the protocol does not publish."""
+class ProtocolError(typer.BadParameter):
+    """A number that the protocol does not publish: exit 2, without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -510,18 +510,14 @@ def measure(
     samples: Annotated[int, typer.Option(help="Samples.", min=1, max=SAMPLES)] = SAMPLES,
 ) -> None:
     """Measure the rows that are not in results.json yet."""
-    try:
-        table, rows = config.stem, read_config(config)
-        results = Results.read()
-        bench = Bench(rows, model, texts, work)
-        if bench.sha256 != rows.sha256:
-            raise ProtocolError(f"'{model}' is not the {rows.model} of '{config.name}'.")
-        names = [one.name for one in rows.rows]
-        if row is not None and row not in names:
-            raise ProtocolError(f"'{config.name}' has no row '{row}', only {', '.join(names)}.")
-    except ProtocolError as error:
-        console.print(f"[red]Error:[/red] {error}")
-        raise typer.Exit(2) from None
+    table, rows = config.stem, read_config(config)
+    results = Results.read()
+    bench = Bench(rows, model, texts, work)
+    if bench.sha256 != rows.sha256:
+        raise ProtocolError(f"'{model}' is not the {rows.model} of '{config.name}'.")
+    names = [one.name for one in rows.rows]
+    if row is not None and row not in names:
+        raise ProtocolError(f"'{config.name}' has no row '{row}', only {', '.join(names)}.")
     todo = [
         (one, sample)
         for sample in range(samples)

@@ -147,7 +147,7 @@ class Fitter:
 
     @property
     def first(self) -> AttentionMoments:
-        """AttentionMoments of the first layer, for sizes that all share."""
+        """Moments of the first layer, for sizes that all share."""
         return next(iter(self.moments.values()))
 
     @property
