@@ -69,12 +69,6 @@ def test_what_does_not_come_to_pass_is_told(bench: Any) -> None:
     assert late.rows == ["| late |  |  | not begun: out of time |"]
 
 
-def test_the_page_is_what_the_script_wrote(bench: Any) -> None:
-    page = (ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
-    assert page == bench.page([], "") or re.match(r"NVIDIA .*, torch 2", page[len(bench.TOP) :])
-    assert page.startswith(bench.TOP)
-
-
 @pytest.mark.parametrize(
     ("name", "gone"),
     [("SlimGPT", [0, 3, 4, 5]), ("OSSCAR", [3, 3, 3, 3]), ("dropped layers (He et al.)", None)],
