@@ -3,12 +3,14 @@
     python scripts/bench_kv_cache.py --model FOLDER --texts TEXTS --work WORK CUT...
 
 The model and every CUT of it are exported in float32, and read windows of 2,048 tokens of
-WikiText-2 test and passages of Brown with a cache in F16, Q8_0 and Q4_0. Texts are the protocol's.
+WikiText-2 test and passages of Brown with a cache in F16, Q8_0 and Q4_0. Texts are the protocol's,
+and numbers go to its results.json, as table ``kv-cache``; what is there is not measured again.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -25,10 +27,10 @@ from headprune.formats.source import built
 from headprune.model.answers import answered
 from headprune.model.cost import kv_cache_elements_per_token
 from headprune.model.loading import load_config
-from protocol import CONFIGS, LONG, Bench, read_config
+from protocol import CONFIGS, LONG, Bench, Result, Results, read_config
 
 BYTES = {"F16": 2.0, "Q8_0": 34 / 32, "Q4_0": 18 / 32}  # a number; blocks of 32 share a scale
-WINDOWS, WORDS = 10, 100
+TABLE, WINDOWS, WORDS = "kv-cache", 10, 100
 
 console = Console(highlight=False)
 
@@ -39,28 +41,43 @@ def main(
     texts: Annotated[Path, typer.Option(help="Folder of the texts.")],
     work: Annotated[Path, typer.Option(help="Folder for intermediate files.")],
 ) -> None:
-    """Print a row of Markdown per model and type of cache."""
+    """Measure each model with each type of cache."""
     bench = Bench(read_config(CONFIGS / "smollm2-kv.yaml"), model, texts, work)
     given = last_words(passages(bench.brown.splitlines(), WORDS), bench.tokenizer, LONG)
     prompts = [word.row for word in given]
-    first: tuple[float, float] | None = None
-    console.print(
-        "| model | cache | bytes per token | WikiText-2 | last words |\n|---|---|---|---|---|"
-    )
     for folder in (Path(model), *cuts):
+        todo = [kind for kind in BYTES if Results.read().get(TABLE, _row(folder, kind), 0) is None]
+        if not todo:
+            continue
         place = work / f"{folder.name}-gguf"
         headprune.export(
             folder, place, to="gguf", out_dtype="float32", prove="read-back", overwrite=True
         )
         elements = kv_cache_elements_per_token(from_pretrained(folder))
-        for kind, size in BYTES.items():
+        for kind in todo:
+            began = time.monotonic()
             graph = llama_cpp_graph.load(place / "model.gguf", kind)
             net = run_by_engine(built(load_config(place)), {MODEL: graph})
             loss = bench.nll(net, bench.wikitext, LONG, WINDOWS)
             words = float(answered(net, prompts, 1).mean())
-            first = first or (loss, words)
-            ratios = f"{math.exp(loss - first[0]):.3f} | {words / first[1]:.3f}"
-            console.print(f"| {folder.name} | {kind} | {elements * size:,.0f} | {ratios} |")
+            numbers = {"wikitext2": round(math.exp(loss), 5), "last_word": words}
+            console.print(f"{_row(folder, kind)} {numbers}")
+            Results.read().write_with(
+                Result(
+                    table=TABLE,
+                    row=_row(folder, kind),
+                    sample=0,
+                    settings={"bytes": elements * BYTES[kind], "windows": WINDOWS, "words": WORDS},
+                    seconds=round(time.monotonic() - began, 1),
+                    numbers=numbers,
+                    headprune=headprune.__version__,
+                    model_sha256=bench.config.sha256,
+                )
+            )
+
+
+def _row(folder: Path, kind: str) -> str:
+    return f"{folder.name}, {kind}"
 
 
 if __name__ == "__main__":

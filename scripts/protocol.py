@@ -258,6 +258,14 @@ class Bench:
     """A model, the texts, and everything that is measured on them."""
 
     def __init__(self, config: Config, model: str, texts: Path, work: Path) -> None:
+        """Read texts and tokenizer.
+
+        Raises:
+            ProtocolError: If the folder or a text is another than the protocol's.
+        """
+        weights = (Path(model) / "model.safetensors").read_bytes()
+        if hashlib.sha256(weights).hexdigest() != config.sha256:
+            raise ProtocolError(f"'{model}' is not the {config.model} of the protocol.")
         self.config, self.model, self.work = config, model, work
         self.tokenizer = load_tokenizer(model)
         quarters = _quarters(VALID.read(texts))
@@ -267,11 +275,6 @@ class Bench:
         lines = [line for line in BROWN.read(texts).splitlines() if not line.startswith("###")]
         self.brown = "\n".join(lines)
         self._tasks = _tasks(lines, work)
-
-    @cached_property
-    def sha256(self) -> str:
-        """Digest of the original's weights."""
-        return hashlib.sha256((Path(self.model) / "model.safetensors").read_bytes()).hexdigest()
 
     def develop(self, made: Made) -> float:
         """Return the mean loss on the development texts, in nats."""
@@ -513,8 +516,6 @@ def measure(
     table, rows = config.stem, read_config(config)
     results = Results.read()
     bench = Bench(rows, model, texts, work)
-    if bench.sha256 != rows.sha256:
-        raise ProtocolError(f"'{model}' is not the {rows.model} of '{config.name}'.")
     names = [one.name for one in rows.rows]
     if row is not None and row not in names:
         raise ProtocolError(f"'{config.name}' has no row '{row}', only {', '.join(names)}.")
@@ -551,7 +552,7 @@ def measure(
                 seconds=seconds,
                 numbers=numbers,
                 headprune=headprune.__version__,
-                model_sha256=bench.sha256,
+                model_sha256=rows.sha256,
             )
         )
 

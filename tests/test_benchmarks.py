@@ -135,6 +135,9 @@ def test_only_what_is_written_down_is_published(
     (tmp_path / "text.gz").write_bytes(gzip.compress(b"another text"))
     with pytest.raises(protocol.ProtocolError, match="is not the text of the protocol"):
         other.read(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"another model")
+    with pytest.raises(protocol.ProtocolError, match=f"is not the {configs[0].model} of the"):
+        protocol.Bench(configs[0], str(tmp_path), tmp_path, tmp_path)
     monkeypatch.setattr(protocol, "RESULTS", tmp_path / "results.json")
     (tmp_path / "results.json").write_text('{"texts": {"brown": "0"}, "results": []}')
     with pytest.raises(protocol.ProtocolError, match="is of other texts"):
