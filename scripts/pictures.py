@@ -21,13 +21,14 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
 
 import headprune
 from headprune.evaluation.report import Report
-from headprune.io.figures import GRID, INK, MUTED, PAPER
+from headprune.io.figures import GRID, INK, MUTED, PAPER, Series, curve, save
 from headprune.model.attention import attention_of
 from headprune.model.open import read_model
 from headprune.render import terminal
 from headprune.render.models import evaluation, inspection
 from headprune.render.records import contenders, proof
 from headprune.schemas.manifest import read_manifest
+from protocol import Results
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES, DEMO = ROOT / "docs" / "pictures", ROOT / "demo-results"
@@ -35,6 +36,15 @@ SMALL = DEMO / "three-quarters" / "smollm2-small"
 SENTENCE = "The cat sat on the mat, and the dog lay on the rug. The cat sat on the mat again."
 WIDTH = 108  # columns of the terminal
 THEMES = {"": DEFAULT_TERMINAL_THEME, "-dark": MONOKAI}
+DARK = {INK: "#e5e7eb", MUTED: "#9ca3af", GRID: "#374151", PAPER: "#1e2129"}
+# first letters and last of rows in results.json, and what a curve calls them
+CACHES = {
+    ("kv-cache", "smollm2"): "16, 8 and 4 bits",
+    ("kv-cache", "68-kv"): "the same, 68 of 90 KV heads",
+    ("smollm2-kv", "by layer"): "KV heads, by layer",
+    ("smollm2-kv", "latent"): "one latent",
+}
+ORIGINALS = ("original", "smollm2-135m-instruct, F16")
 COLOURS = {"": ("#1f2937", "#2563eb", "#d1d5db"), "-dark": ("#e5e7eb", "#60a5fa", "#4b5563")}
 
 
@@ -75,18 +85,34 @@ def looked_at(model: str) -> None:
         sequences=16,
         overwrite=True,
     )
-    drawn = (roles / "roles.svg").read_text(encoding="utf-8")
-    (PICTURES / "roles.svg").write_text(drawn, encoding="utf-8")
-    for light, dark in (
-        (INK, "#e5e7eb"),
-        (MUTED, "#9ca3af"),
-        (GRID, "#374151"),
-        (PAPER, "#1e2129"),
-    ):
-        drawn = drawn.replace(light, dark)
-    (PICTURES / "roles-dark.svg").write_text(drawn, encoding="utf-8")
+    in_the_dark(shutil.copy(roles / "roles.svg", PICTURES / "roles.svg"))
     headprune.attention(model, page, text=SENTENCE, head=("18.6",), overwrite=True)
     photographed(page, "1200,900")
+
+
+def curve_of_caches() -> None:
+    """Draw perplexity by KV bytes per token, of all that is in results.json."""
+    points: dict[str, list[tuple[float, float]]] = {name: [] for name in CACHES.values()}
+    results = [r for r in Results.read().results if r.sample == 0]
+    whole = {r.table: r.numbers["wikitext2"] for r in results if r.row in ORIGINALS}
+    whole["smollm2-kv"] = whole["smollm2-heads"]
+    for one in results:
+        for (table, part), name in CACHES.items():
+            if one.table == table and (one.row.startswith(part) or one.row.endswith(part)):
+                size = one.settings.get("bytes") or float(one.row.split()[0].replace(",", ""))
+                points[name].append((size, one.numbers["wikitext2"] / whole[table]))
+    series = [Series(way, *zip(*sorted(at), strict=True)) for way, at in points.items() if at]
+    title, x, y = "SmolLM2-135M-Instruct, untrained", "KV bytes per token", "perplexity, ratio"
+    file = save(curve(series, title, x, y, 1.0, higher_is_better=False), PICTURES / "cache.svg")
+    in_the_dark(file)
+
+
+def in_the_dark(file: Path) -> None:
+    """Write a picture in the colours of a dark page as well."""
+    drawn = file.read_text(encoding="utf-8")
+    for light, dark in DARK.items():
+        drawn = drawn.replace(light, dark)
+    (PICTURES / f"{file.stem}-dark.svg").write_text(drawn, encoding="utf-8")
 
 
 def drawing(report: Report) -> None:
@@ -158,6 +184,7 @@ def main() -> None:
     photographed(DEMO / "report.html", "1200,1500")
     looked_at(report.against.name)
     drawing(report)
+    curve_of_caches()
 
 
 if __name__ == "__main__":
