@@ -346,16 +346,17 @@ class Bench:
         return Made(net, _both(context, gated(attention_of(net), fixed(gates))))
 
     def _by_command(self, command: str, settings: dict[str, Any], text: str) -> Path:
-        out, steps = self.work / "out", settings.pop("heal_steps", None)
-        shutil.rmtree(out, ignore_errors=True)
+        steps, folder = settings.pop("heal_steps", None), self.work / "results"
+        shutil.rmtree(folder, ignore_errors=True)  # a run that was killed left some
+        folder.mkdir()
+        out, scores = folder / "out", folder / "scores"
         amount: dict[str, Any] = {"calibration_tokens": TOKENS}
         if command == "prune":
-            scores = self.work / "scores"
             own: dict[str, Any] = {
                 name: value for name, value in settings.items() if name in ("unit", "criterion")
             }
             of_cut = {n: value for n, value in settings.items() if n not in own}
-            headprune.score(self.model, scores, data=text, **own, **amount, overwrite=True)
+            headprune.score(self.model, scores, data=text, **own, **amount)
             headprune.prune(self.model, out, scores=scores, **of_cut)
         elif command == "convert_gqa":
             given: dict[str, Any] = {"calibrate": text, **amount}
@@ -365,9 +366,8 @@ class Bench:
         else:
             headprune.convert_mla(self.model, out, data=text, **settings, **amount)
         if steps:
-            cut = out.rename(self.work / "cut")
+            cut = out.rename(folder / "cut")
             headprune.heal(cut, out, teacher=self.model, data=text, steps=steps)
-            shutil.rmtree(cut)
         return out
 
     def _by_rival(
