@@ -24,8 +24,8 @@ from headprune.tensors.units import Unit
 # kernels and quantisers are tuned for these widths; narrower heads waste lanes
 USUAL_HEAD_DIMS = (64, 128)
 _QUANTISE_FIRST = (
-    "For a smaller KV cache, quantise it in the engine first: 8 bits halve it, for 0.1 % more "
-    "perplexity of SmolLM2-135M in llama.cpp."
+    "For a smaller KV cache, quantise it in the engine first: 8 bits cost SmolLM2-135M no "
+    "perplexity in llama.cpp, and 4 bits 4 %."
 )
 
 
