@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -152,6 +153,21 @@ def test_the_norm_of_an_engine_is_the_one_of_transformers(text: Path, tmp_path: 
         in_place = model(IDS).logits
         assert (result(IDS).logits - in_place).abs().max() < 1e-4 * in_place.abs().max()
     assert result.config.attention_bias == model.config.attention_bias
+
+
+def test_the_output_matrix_is_a_tensor_of_its_own(text: Path, tmp_path: Path) -> None:
+    """In vLLM's class a tied one stays zero."""
+    config = tiny.model("llama-gqa").config
+    config.tie_word_embeddings, config.rms_norm_eps = True, 1e-5
+    model = LlamaForCausalLM(config).eval()
+    tiny.save(model, tmp_path / "m")
+    sizes: dict[str, Any] = {"rank": 16, "rope_dim": 8}
+    headprune.convert_mla(tmp_path / "m", tmp_path / "out", data=text, **sizes, **SMALL)
+    assert not json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"]
+    stored = load_file(tmp_path / "out/model.safetensors")
+    head = stored["lm_head.weight"]
+    assert torch.equal(head, model.lm_head.weight.to(head.dtype))
+    assert not torch.allclose(head, stored["model.embed_tokens.weight"])  # which eps scales
 
 
 def test_more_rank_loses_less(text: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ The class normalises its latent: x / sqrt(mean(x^2) + eps). Latents are so small
 the norm then is a constant factor, up to mean(x^2) / 2 eps. transformers takes 1e-6 here, engines
 the config's rms_norm_eps; so that becomes 1e-6, and all that is added to the residual stream is
 scaled alike. Biases of projections, as in Qwen2, need the class's attention_bias; those of queries
-go through a low rank of full width.
+go through a low rank of full width. The output matrix is a tensor of its own, as engines want it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from headprune.tensors.dtypes import dtype_name
 _SAME = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act"),
     *("max_position_embeddings", "initializer_range", "attention_dropout"),
-    *("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
 TYPES = ("llama", "mistral", "qwen2", "smollm3")
 _EPS = 1e-6  # of DeepseekV3RMSNorm
@@ -393,9 +393,6 @@ def converted(net: PreTrainedModel, fitter: Fitter, fit: Fit) -> PreTrainedModel
     for name, weight in weights.items():
         if "embed_tokens" in name or ".o_proj." in name or ".down_proj." in name:
             weights[name] = weight * scale
-    if config.tie_word_embeddings:  # the head is scaled too; the norm before it makes up for that
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-        weights["model.norm.weight"] = weights["model.norm.weight"] / scale
     result.load_state_dict({name: weight.float() for name, weight in weights.items()})
     return result
 
@@ -407,6 +404,7 @@ def _config(net: PreTrainedModel, fitter: Fitter, fit: Fit) -> DeepseekV3Config:
     return DeepseekV3Config(
         **{name: getattr(own, name) for name in _SAME},
         rms_norm_eps=_EPS,
+        tie_word_embeddings=False,  # vLLM shares no weights in this class
         num_attention_heads=moments.heads,
         num_key_value_heads=moments.heads,
         first_k_dense_replace=own.num_hidden_layers,
