@@ -25,7 +25,7 @@ def main(
     """Print the largest difference of a prompt's log probabilities, and equal greedy tokens."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.randint(5, net.config.vocab_size - 1, (1, PROMPT))
+    ids = torch.randint(5, net.config.vocab_size - 1, (1, PROMPT), generator=torch.manual_seed(0))
     with torch.no_grad():
         wanted = net(ids).logits[0].log_softmax(-1)
         greedy = net.generate(ids, max_new_tokens=NEW, do_sample=False)[0, PROMPT:].tolist()
