@@ -85,7 +85,7 @@ def looked_at(model: str) -> None:
         sequences=16,
         overwrite=True,
     )
-    in_the_dark(shutil.copy(roles / "roles.svg", PICTURES / "roles.svg"))
+    in_the_dark(Path(shutil.copy(roles / "roles.svg", PICTURES / "roles.svg")))
     headprune.attention(model, page, text=SENTENCE, head=("18.6",), overwrite=True)
     photographed(page, "1200,900")
 
@@ -101,7 +101,11 @@ def curve_of_caches() -> None:
             if one.table == table and (one.row.startswith(part) or one.row.endswith(part)):
                 size = one.settings.get("bytes") or float(one.row.split()[0].replace(",", ""))
                 points[name].append((size, one.numbers["wikitext2"] / whole[table]))
-    series = [Series(way, *zip(*sorted(at), strict=True)) for way, at in points.items() if at]
+    series = [
+        Series(way, [size for size, _ in sorted(at)], [ratio for _, ratio in sorted(at)])
+        for way, at in points.items()
+        if at
+    ]
     title, x, y = "SmolLM2-135M-Instruct, untrained", "KV bytes per token", "perplexity, ratio"
     file = save(curve(series, title, x, y, 1.0, higher_is_better=False), PICTURES / "cache.svg")
     in_the_dark(file)
