@@ -40,7 +40,6 @@ DARK = {INK: "#e5e7eb", MUTED: "#9ca3af", GRID: "#374151", PAPER: "#1e2129"}
 # first letters and last of rows in results.json, and what a curve calls them
 CACHES = {
     ("kv-cache", "smollm2"): "16, 8 and 4 bits",
-    ("kv-cache", "68-kv"): "the same, 68 of 90 KV heads",
     ("smollm2-kv", "by layer"): "KV heads, by layer",
     ("smollm2-kv", "latent"): "one latent",
 }
@@ -104,7 +103,6 @@ def curve_of_caches() -> None:
     series = [
         Series(way, [size for size, _ in sorted(at)], [ratio for _, ratio in sorted(at)])
         for way, at in points.items()
-        if at
     ]
     title, x, y = "SmolLM2-135M-Instruct, untrained", "KV bytes per token", "perplexity, ratio"
     file = save(curve(series, title, x, y, 1.0, higher_is_better=False), PICTURES / "cache.svg")
