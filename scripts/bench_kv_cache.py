@@ -1,10 +1,11 @@
 """Fewer KV heads, a quantised cache, or both: quality by bytes per token, in llama.cpp.
 
-    python scripts/bench_kv_cache.py --model FOLDER --texts TEXTS --work WORK CUT...
+    python scripts/bench_kv_cache.py --model FOLDER --texts TEXTS --work WORK --row ROW
 
-The model and every CUT of it are exported in float32, and read windows of 2,048 tokens of
-WikiText-2 test and passages of Brown with a cache in F16, Q8_0 and Q4_0. Texts are the protocol's,
-and numbers go to its results.json, as table ``kv-cache``; what is there is not measured again.
+The original, and rows of configs/bench/smollm2-kv.yaml, are exported in float32. They read windows
+of 2,048 tokens of WikiText-2 test and passages of Brown with a cache in F16, Q8_0 and Q4_0. Texts
+are the protocol's, and numbers go to its results.json, as table ``kv-cache``; what is there is not
+measured again.
 """
 
 from __future__ import annotations
@@ -30,26 +31,32 @@ from headprune.model.loading import load_config
 from protocol import CONFIGS, LONG, Bench, Result, Results, read_config
 
 BYTES = {"F16": 2.0, "Q8_0": 34 / 32, "Q4_0": 18 / 32}  # a number; blocks of 32 share a scale
-TABLE, WINDOWS, WORDS = "kv-cache", 10, 100
+ORIGINAL, TABLE, WINDOWS, WORDS = "original", "kv-cache", 10, 100
 
 console = Console(highlight=False)
 
 
 def main(
-    cuts: Annotated[list[Path], typer.Argument(help="Folders made from the model.")],
     model: Annotated[str, typer.Option(help="Folder of the model.")],
     texts: Annotated[Path, typer.Option(help="Folder of the texts.")],
     work: Annotated[Path, typer.Option(help="Folder for intermediate files.")],
+    row: Annotated[list[str] | None, typer.Option(help="A cut, as named in the config.")] = None,
 ) -> None:
-    """Measure each model with each type of cache."""
-    bench = Bench(read_config(CONFIGS / "smollm2-kv.yaml"), model, texts, work)
+    """Measure the original and cuts with each type of cache."""
+    config = read_config(CONFIGS / "smollm2-kv.yaml")
+    bench = Bench(config, model, texts, work)
     given = last_words(passages(bench.brown.splitlines(), WORDS), bench.tokenizer, LONG)
     prompts = [word.row for word in given]
-    for folder in (Path(model), *cuts):
-        todo = [kind for kind in BYTES if Results.read().get(TABLE, _row(folder, kind), 0) is None]
+    for name in (ORIGINAL, *(row or ())):
+        measured = Results.read()
+        todo = [kind for kind in BYTES if measured.get(TABLE, f"{name}, {kind}", 0) is None]
         if not todo:
             continue
-        place = work / f"{folder.name}-gguf"
+        folder = Path(model)
+        if name != ORIGINAL:
+            cut = config.named(name)
+            folder = bench.by_command(cut, cut.tries[0], 0)
+        place = work / "gguf"
         headprune.export(
             folder, place, to="gguf", out_dtype="float32", prove="read-back", overwrite=True
         )
@@ -61,23 +68,19 @@ def main(
             loss = bench.nll(net, bench.wikitext, LONG, WINDOWS)
             words = float(answered(net, prompts, 1).mean())
             numbers = {"wikitext2": round(math.exp(loss), 5), "last_word": words}
-            console.print(f"{_row(folder, kind)} {numbers}")
+            console.print(f"{name}, {kind} {numbers}")
             Results.read().write_with(
                 Result(
                     table=TABLE,
-                    row=_row(folder, kind),
+                    row=f"{name}, {kind}",
                     sample=0,
                     settings={"bytes": elements * BYTES[kind], "windows": WINDOWS, "words": WORDS},
                     seconds=round(time.monotonic() - began, 1),
                     numbers=numbers,
                     headprune=headprune.__version__,
-                    model_sha256=bench.config.sha256,
+                    model_sha256=config.sha256,
                 )
             )
-
-
-def _row(folder: Path, kind: str) -> str:
-    return f"{folder.name}, {kind}"
 
 
 if __name__ == "__main__":

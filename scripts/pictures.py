@@ -39,11 +39,11 @@ THEMES = {"": DEFAULT_TERMINAL_THEME, "-dark": MONOKAI}
 DARK = {INK: "#e5e7eb", MUTED: "#9ca3af", GRID: "#374151", PAPER: "#1e2129"}
 # first letters and last of rows in results.json, and what a curve calls them
 CACHES = {
-    ("kv-cache", "smollm2"): "16, 8 and 4 bits",
+    ("kv-cache", "original"): "16, 8 and 4 bits",
     ("smollm2-kv", "by layer"): "KV heads, by layer",
     ("smollm2-kv", "latent"): "one latent",
 }
-ORIGINALS = ("original", "smollm2-135m-instruct, F16")
+ORIGINALS = ("original", "original, F16")
 COLOURS = {"": ("#1f2937", "#2563eb", "#d1d5db"), "-dark": ("#e5e7eb", "#60a5fa", "#4b5563")}
 
 

@@ -28,12 +28,12 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -82,6 +82,10 @@ class ProtocolError(typer.BadParameter):
     """A number that the protocol does not publish: exit 2, without a traceback."""
 
 
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 @dataclass(frozen=True)
 class Text:
     """A file under ``--texts``, with the sha256 of its unpacked bytes."""
@@ -96,7 +100,7 @@ class Text:
             ProtocolError: If it is another one.
         """
         content = gzip.decompress((folder / self.file).read_bytes())
-        if hashlib.sha256(content).hexdigest() != self.sha256:
+        if _sha256(content) != self.sha256:
             raise ProtocolError(f"'{folder / self.file}' is not the text of the protocol.")
         return content.decode()
 
@@ -170,6 +174,17 @@ class Config(Strict):
     tasks: bool = True
     rows: tuple[Row, ...]
 
+    def named(self, name: str) -> Row:
+        """Return a row.
+
+        Raises:
+            ProtocolError: If there is none of that name.
+        """
+        names = [row.name for row in self.rows]
+        if name not in names:
+            raise ProtocolError(f"The config has no row '{name}', only {', '.join(names)}.")
+        return self.rows[names.index(name)]
+
 
 class Result(Strict):
     """Numbers of a row, made from a sample of the calibration text.
@@ -200,6 +215,7 @@ class Result(Strict):
 class Results(Strict):
     """All published numbers, by the sha256 of the texts they were measured on."""
 
+    schema_version: Literal[1] = 1
     texts: dict[str, str]
     results: tuple[Result, ...] = ()
 
@@ -248,10 +264,10 @@ def read_config(file: Path) -> Config:
 
 @dataclass(frozen=True)
 class Made:
-    """A smaller model: a folder, or a model that runs with gates in a context."""
+    """A smaller model, and the contexts that it runs in: gates, and a rival's compensation."""
 
     net: PreTrainedModel
-    context: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    contexts: tuple[AbstractContextManager[Any], ...] = ()
 
 
 class Bench:
@@ -263,8 +279,8 @@ class Bench:
         Raises:
             ProtocolError: If the folder or a text is another than the protocol's.
         """
-        weights = (Path(model) / "model.safetensors").read_bytes()
-        if hashlib.sha256(weights).hexdigest() != config.sha256:
+        weights = Path(model) / "model.safetensors"
+        if not weights.exists() or _sha256(weights.read_bytes()) != config.sha256:
             raise ProtocolError(f"'{model}' is not the {config.model} of the protocol.")
         self.config, self.model, self.work = config, model, work
         self.tokenizer = load_tokenizer(model)
@@ -303,12 +319,11 @@ class Bench:
 
     @cached_property
     def _needed(self) -> list[Any]:
-        """The words of Brown that only the passage tells the original."""
+        """The words of Brown that only the passage tells the original, in float32."""
         file = _written(self.work / "brown.txt", self.brown)
         examples = read_examples(DataConfig(source=str(file)))
         words = passage_words(examples, PASSAGES, self.tokenizer, LONG)
-        with _measured(Made(from_pretrained(self.model, dtype="float32"))) as net:
-            return needed(net, words, 8)
+        return needed(from_pretrained(self.model, dtype="float32"), words, 8)
 
     def nll(
         self, net: PreTrainedModel, text: str, length: int, windows: int | None = None
@@ -328,37 +343,40 @@ class Bench:
 
     def make(self, row: Row, more: dict[str, Any], sample: int) -> Made:
         """Make a row's model from a sample."""
-        settings, text = {**row.settings, **more}, str(self.calibration[sample])
         if row.method in OURS:
-            net = from_pretrained(self._by_command(row.method, settings, text))
+            net = from_pretrained(self.by_command(row, more, sample))
             if row.method == "convert_mla":
                 net.set_attn_implementation("even_widths")
             return Made(net)
         net = from_pretrained(self.model, dtype="float32").requires_grad_(False)
         if row.method == "original":
             return Made(net)
+        settings, text = {**row.settings, **more}, str(self.calibration[sample])
         amount = CalibrationConfig(calibration_tokens=TOKENS, seq_len=SEQ_LEN)
         some = calibration(net, self.tokenizer, DataConfig(source=text), amount, "bench").fit
         if row.method in CUTTERS:
             gates, context = CUTTERS[row.method](net, attention_of(net), settings["keep"], some)
         else:
             gates, context = self._by_rival(net, row.method, settings, text, some)
-        return Made(net, _both(context, gated(attention_of(net), fixed(gates))))
+        gating = gated(attention_of(net), fixed(gates))
+        return Made(net, (context, gating))
 
-    def _by_command(self, command: str, settings: dict[str, Any], text: str) -> Path:
+    def by_command(self, row: Row, more: dict[str, Any], sample: int) -> Path:
+        """Make a row's model by the command that it names; the next one takes its place."""
+        settings, text = {**row.settings, **more}, str(self.calibration[sample])
         steps, folder = settings.pop("heal_steps", None), self.work / "results"
         shutil.rmtree(folder, ignore_errors=True)  # a run that was killed left some
         folder.mkdir()
         out, scores = folder / "out", folder / "scores"
         amount: dict[str, Any] = {"calibration_tokens": TOKENS}
-        if command == "prune":
+        if row.method == "prune":
             own: dict[str, Any] = {
                 name: value for name, value in settings.items() if name in ("unit", "criterion")
             }
             of_cut = {n: value for n, value in settings.items() if n not in own}
             headprune.score(self.model, scores, data=text, **own, **amount)
             headprune.prune(self.model, out, scores=scores, **of_cut)
-        elif command == "convert_gqa":
+        elif row.method == "convert_gqa":
             given: dict[str, Any] = {"calibrate": text, **amount}
             if settings.get("merge") == "mean":
                 given = {}
@@ -422,16 +440,16 @@ AttentionMaskInterface.register("even_widths", sdpa_mask)
 
 
 @contextmanager
-def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with contexts[0], contexts[1]:
-        yield
-
-
-@contextmanager
 def _measured(made: Made) -> Iterator[PreTrainedModel]:
-    """Yield a model in bfloat16, in its context."""
-    with made.context:
-        yield made.net.to(torch.bfloat16).eval()
+    """Yield a model in bfloat16, in its context; the frequencies of rotations stay as they are."""
+    with ExitStack() as stack:
+        for context in made.contexts:
+            stack.enter_context(context)
+        buffers = {name: buffer.clone() for name, buffer in made.net.named_buffers()}
+        net = made.net.to(torch.bfloat16).eval()
+        for name, buffer in net.named_buffers():
+            buffer.data = buffers[name]
+        yield net
 
 
 def _quarters(text: str) -> list[str]:
@@ -516,14 +534,12 @@ def measure(
     table, rows = config.stem, read_config(config)
     results = Results.read()
     bench = Bench(rows, model, texts, work)
-    names = [one.name for one in rows.rows]
-    if row is not None and row not in names:
-        raise ProtocolError(f"'{config.name}' has no row '{row}', only {', '.join(names)}.")
+    wanted = rows.rows if row is None else [rows.named(row)]
     todo = [
         (one, sample)
         for sample in range(samples)
-        for one in rows.rows
-        if row in (None, one.name) and not (sample and one.method == "original")
+        for one in wanted
+        if not (sample and one.method == "original")
     ]
     for number, (one, sample) in enumerate(todo, 1):
         if results.get(table, one.name, sample) is not None:

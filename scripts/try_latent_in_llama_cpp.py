@@ -28,7 +28,8 @@ def main(folder: Path, like: Path, out: Path) -> None:
     """Write the file, and print differences and the cache."""
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     written(net, like, out)
-    ids = torch.randint(1000, net.config.vocab_size, (1, TOKENS))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1000, net.config.vocab_size, (1, TOKENS), generator=generator)
     with torch.no_grad():
         wanted = net(ids).logits[0]
     got = llama_cpp_graph.load(out).run({"input_ids": ids})["logits"].view(wanted.shape)

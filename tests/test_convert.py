@@ -547,6 +547,17 @@ def test_lora_on_repeated_heads_is_refused(folder: Path) -> None:
     assert not (folder / "healed").exists()
 
 
+def test_healing_is_refused_before_the_conversion(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved("llama", folder)
+    monkeypatch.setattr("headprune.packages.find_spec", lambda name: None)
+    wanted = {"kv_heads": 1, "calibrate": folder / "text.txt", "seq_len": 32, "train": "lora"}
+    with pytest.raises(HeadpruneError, match="pip install peft"):
+        headprune.convert_gqa(folder / "model", folder / "out", heal_steps=2, **wanted)
+    assert not list(folder.glob("out*"))
+
+
 def test_healing_keeps_the_dtype(folder: Path) -> None:
     tiny.save(tiny.model("llama-mha", torch.float64), folder / "model")
     convert(folder, "llama-mha", 2, merge="mean")

