@@ -73,10 +73,10 @@ test, and the mean cosine of embeddings with those of the original.
 
 ## SmolLM2-135M-Instruct
 
-Made as a test of shapes and not of quality: one KV group in six cut at random, with other counts in
-every layer and one without heads; and all KV heads of a layer merged into one by `lowrank`, on
-4,096 tokens of the text that quality is measured on. Greedy tokens are {greedy} after a prompt of
-64; perplexity is that of four windows of 256 tokens.
+A test of shapes and not of quality. In one result, a KV group in six is cut at random: counts
+differ by layer, and one layer has no heads. In the other, `lowrank` merges the KV heads of a layer
+into one, on 4,096 tokens of the text that measures it. Greedy tokens are {greedy} after a prompt of
+64; perplexity is of four windows of 256 tokens.
 
 {smollm}
 

@@ -393,15 +393,15 @@ class Bench:
     ) -> tuple[list[torch.Tensor], AbstractContextManager[Any]]:
         rival, attentions = RIVALS[name], attention_of(net)
         heads = [a.query_heads for a in attentions]
-        needed_by = rival.criterion if rival.criterion != "taylor" else "fluctuation"
+        evidence_for = rival.criterion if rival.criterion != "taylor" else "fluctuation"
         evidence = gather(
-            net, attentions, ScoreConfig(criterion=(needed_by,), unit=Unit.HEAD), some
+            net, attentions, ScoreConfig(criterion=(evidence_for,), unit=Unit.HEAD), some
         )
         if rival.criterion == "taylor":
             values = torch.cat(taylor(net, attentions, some))
         else:
             values = scores_of(rival.criterion, evidence, attentions, Unit.HEAD)
-        if settings.get("normalised", rival.normalised):
+        if rival.normalised:
             values = torch.cat([part / part.norm() for part in values.split(heads)])
         count = round(settings["keep"] * sum(heads))
         shares = equal_shares(attentions, Unit.HEAD, count, 0) if settings["even"] else None

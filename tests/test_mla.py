@@ -113,6 +113,33 @@ def test_a_smaller_latent_computes_the_projected_original(
         assert gap() > 1e-3
 
 
+def test_larger_keys_are_taken_where_they_lose_less(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved("llama-gqa", tmp_path / "m").float()
+    fits = fitter(model, text)
+    fit = fits.fit(20, 4)
+    larger = {path: one.with_larger_keys(1.3) for path, one in fit.latents.items()}
+    with torch.no_grad():
+        with projected(model, fits.attentions, larger):
+            wanted = model(IDS).logits
+        with projected(model, fits.attentions, fit.latents):
+            assert (model(IDS).logits - wanted).abs().max() > 1e-4 * wanted.abs().max()
+            for layer in model.model.layers:  # scores grow alike
+                for parameter in layer.self_attn.q_proj.parameters():
+                    parameter *= 1.3
+            assert (model(IDS).logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    monkeypatch.setattr(mla, "_LARGER_KEYS", (1.1, 1.2, 0.5, 1.3))
+    losses = iter([0.9, 0.8, 0.85])
+    monkeypatch.setattr(mla, "_loss", lambda *_: next(losses))
+    best = fits.sharpened(replace(fit, loss=1.0))
+    assert best.loss == 0.8 and next(losses, None) is None
+    for path, one in best.latents.items():
+        assert torch.equal(one.rotary_up, 1.2 * fit.latents[path].rotary_up)
+    lossless = replace(fit, rank=fits.whole)
+    assert fits.sharpened(lossless) is lossless
+
+
 def test_a_latent_need_not_hold_what_all_keys_share(text: Path, tmp_path: Path) -> None:
     """A constant in K without rotation adds the same to all scores of a query."""
     model = saved("qwen2", tmp_path / "m").float()
