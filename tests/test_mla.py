@@ -27,6 +27,7 @@ from headprune.errors import HeadpruneError, ProofError
 from headprune.formats import mla
 from headprune.formats.export import Exported
 from headprune.model.attention import attention_of
+from headprune.surgery import sharpness
 from headprune.surgery.latent import Latent, latent_of, projected
 from tests import tiny
 from tests.test_cli import printed
@@ -129,7 +130,7 @@ def test_larger_keys_are_taken_where_they_lose_less(
                 for parameter in layer.self_attn.q_proj.parameters():
                     parameter *= 1.3
             assert (model(IDS).logits - wanted).abs().max() < 1e-5 * wanted.abs().max()
-    monkeypatch.setattr(mla, "_LARGER_KEYS", (1.1, 1.2, 0.5, 1.3))
+    monkeypatch.setattr(sharpness, "FACTORS", (1.1, 1.2, 0.5, 1.3))
     losses = iter([0.9, 0.8, 0.85])
     monkeypatch.setattr(mla, "_loss", lambda *_: next(losses))
     best = fits.sharpened(replace(fit, loss=1.0))

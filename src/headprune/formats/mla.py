@@ -47,6 +47,7 @@ from headprune.surgery.latent import (
     latent_of,
     projected,
 )
+from headprune.surgery.sharpness import sharpest
 from headprune.tensors.dtypes import dtype_name
 
 _SAME = (
@@ -61,7 +62,6 @@ _TOLERANCE = 1e-5  # of weights in float32: 1e-6 measured on SmolLM2 and Qwen2.5
 _HELD = 0.99  # of the variance
 _CONTROL = "every coordinate misplaced by one"
 _OTHER_BALANCE = 3.0  # of K over V, tried beside 1
-_LARGER_KEYS = (1.15, 1.3, 1.45)
 _ROPE_DIMS = (0.375, 0.5, 0.625, 0.75, 1.0)  # over head_dim
 _BIASED = (
     "Its projections have biases. Engines that build DeepSeek without them answer nonsense: serve "
@@ -189,16 +189,17 @@ class Fitter:
 
     def sharpened(self, fit: Fit) -> Fit:
         """Return a fit with the factor of its keys that loses least on held-out text."""
-        best = fit
         if fit.size >= self.whole:  # nothing need be lost
             return fit
-        for times in _LARGER_KEYS:
-            larger = {path: one.with_larger_keys(times) for path, one in fit.latents.items()}
-            other = self._fit_of(larger, fit.rank, fit.rope_dim)
-            if other.loss >= best.loss:
-                break
-            best = other
-        return best
+        tried = {1.0: fit}
+
+        def loss(times: float) -> float:
+            if times not in tried:
+                larger = {path: one.with_larger_keys(times) for path, one in fit.latents.items()}
+                tried[times] = self._fit_of(larger, fit.rank, fit.rope_dim)
+            return tried[times].loss
+
+        return tried[sharpest(loss)]
 
     def of_size(self, size: int) -> Fit:
         """Return the latents of a size that lose least on held-out text."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -35,6 +36,7 @@ from headprune.surgery.edit import Edit, collecting
 from headprune.surgery.merges import Groups, HeadWeights, MergeContext
 from headprune.surgery.merges.merger import Merger
 from headprune.surgery.merges.outputs import OutputMoments, with_fitted_outputs
+from headprune.surgery.sharpness import sharpest
 from headprune.surgery.transfer import has_twin
 from headprune.tensors.units import Unit, members
 
@@ -203,6 +205,8 @@ def merged_of(
     merging = _Merging(merger, ways, wanted, lambda done: context.step(done, len(attentions)))
     with collecting(net, attentions) as tensors:
         merging.run(net, attentions, sample)
+        context.stage("sharpening attention")
+        sharpness = 1.0 if opened.held_out is None else merging.sharpened(net, opened.held_out)
     plan = _plan(model, merging.groups, ways)
     plan = plan.model_copy(update={"merge": merger.name if plan.merged else None})
     edit = Edit(plan, tensors)
@@ -212,6 +216,7 @@ def merged_of(
         merge=merger.name,
         grouping=config.grouping.value,
         calibration_tokens=sample.tokens if sample is not None else 0,
+        sharpness=sharpness,
         seed=config.seed,
         ways=None if planned is None else planned.records(),
     )
@@ -231,6 +236,7 @@ class _Merging:
         step: Called with modules done.
         groups: KV heads that share, per merged module.
         own_keys: Modules whose queries could absorb nothing.
+        shared: Modules whose keys were merged by maps that queries absorbed.
     """
 
     merger: Merger
@@ -239,6 +245,7 @@ class _Merging:
     step: Callable[[int], None]
     groups: dict[str, Groups] = field(default_factory=dict)
     own_keys: list[str] = field(default_factory=list)
+    shared: list[Attention] = field(default_factory=list)
     done: int = 0
 
     def run(
@@ -273,11 +280,33 @@ class _Merging:
             self.groups[attention.path] = chosen
             if not setting.linear and self.merger.name in ("lowrank", "procrustes"):
                 self.own_keys.append(attention.path)
+            elif len(chosen) < attention.kv_heads:
+                self.shared.append(attention)
             changed = self.merger.merged(heads, setting, chosen)
         _refuse_not_finite(changed, attention.path, self.merger.name)
         self.done += 1
         self.step(self.done)
         return changed
+
+    @torch.no_grad()
+    def sharpened(self, net: PreTrainedModel, held_out: Sequences) -> float:
+        """Multiply the queries on shared keys by what loses least on held-out text, in place."""
+        if not self.shared:
+            return 1.0
+        queries = {a.path: read_heads(a).affine("q").clone() for a in self.shared}
+
+        def loss(times: float) -> float:
+            for attention in self.shared:
+                larger = times * queries[attention.path]
+                write_heads(attention, read_heads(attention).with_affine("q", larger))
+            losses = [
+                float(net(**batch, labels=batch["input_ids"]).loss) for batch in held_out.batches()
+            ]
+            return sum(losses) / len(losses)
+
+        best = sharpest(loss)
+        loss(best)
+        return best
 
 
 def preview(

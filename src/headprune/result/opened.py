@@ -16,6 +16,7 @@ from headprune.data.text import Sequences
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import CLASSIFIERS, task_of
+from headprune.model.residency import residency_of
 from headprune.model.open import Model
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import stated_counts
@@ -37,6 +38,8 @@ class Opened:
         attentions: The modules to convert.
         merger: What merges them.
         sample: The text that it merges by, if it does.
+        held_out: Text of a language model that is held whole, to choose by; None where the text
+            is short.
         planned: The way every module goes, where that was to be weighed.
         constraints: Shapes of the result.
     """
@@ -45,6 +48,7 @@ class Opened:
     attentions: list[Attention]
     merger: Merger
     sample: Sequences | None
+    held_out: Sequences | None
     planned: KvPlan | None
     constraints: Constraints
 
@@ -102,19 +106,22 @@ def prepare_merging(
         stated_counts(config.kv_heads, attentions)
     if not weighing:
         _refuse_unmeasured(config, constraints.even_kv_heads)
-    sample, planned = None, None
+    sample, held_out, planned = None, None, None
     if calibrate is not None and merger.calibrates:
-        sample = merge_calibration(net, model.tokenizer, calibrate, config).fit
+        text = merge_calibration(net, model.tokenizer, calibrate, config)
+        sample = text.fit
+        if len(text.choose.rows) and task_of(net) == "causal-lm" and residency_of(net) is None:
+            held_out = text.choose
         if weighing:
             scored = None
             if not curvature and _has_loss(net, calibrate):
                 settings = config.part(CalibrationConfig)
-                text = calibration(net, model.tokenizer, calibrate, settings, "--kv-budget")
-                scored = text.fit.some(WEIGHED)
+                scores = calibration(net, model.tokenizer, calibrate, settings, "--kv-budget")
+                scored = scores.fit.some(WEIGHED)
             some = replace(sample, longest=_WEIGHED_LENGTH).some(WEIGHED)
             texts = Texts(some.whole(), scored, curvature or {})
             planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, context)
-    return Opened(model, attentions, merger, sample, planned, constraints)
+    return Opened(model, attentions, merger, sample, held_out, planned, constraints)
 
 
 def _refuse_unmeasured(config: ConvertConfig, even: bool) -> None:

@@ -140,6 +140,7 @@ class Merging(_Part):
         merge: Name of the merge.
         grouping: Name of the grouping of heads.
         calibration_tokens: Tokens of the calibration; 0 without one.
+        sharpness: Factor of scores on shared keys, chosen on held-out text.
         seed: Random seed.
         ways: Per module path, the way under a budget; None where none was weighed.
     """
@@ -148,6 +149,7 @@ class Merging(_Part):
     merge: str
     grouping: str
     calibration_tokens: Count
+    sharpness: float = 1.0
     seed: Count
     ways: dict[str, KvWay] | None = None
 
