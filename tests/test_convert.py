@@ -34,11 +34,13 @@ from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads, write_heads
 from headprune.planning.from_evidence import CutRequest
+from headprune.result import convert_gqa as conversion
 from headprune.result import equivalence
 from headprune.result.convert_gqa import Converted, convert_gqa
 from headprune.result.prune import prune
 from headprune.result.verify import verify
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
+from headprune.schemas.records import Merging
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.merges import MERGES
 from headprune.tensors.units import Unit
@@ -545,6 +547,28 @@ def test_lora_on_repeated_heads_is_refused(folder: Path) -> None:
     with pytest.raises(HeadpruneError, match="--train attention"):
         healing(folder, train=HealTrain.LORA)
     assert not (folder / "healed").exists()
+
+
+@pytest.mark.parametrize(("case", "factor"), [("llama", 1.3), ("qwen3", 1.0)])
+def test_scores_on_shared_keys_are_sharpened(
+    case: str, factor: float, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm after W_Q would undo it."""
+    weights = []
+    for wanted in (1.0, 1.3):
+        monkeypatch.setattr(conversion, "sharpest", lambda loss, wanted=wanted: wanted)
+        out = folder / f"out-{wanted}"
+        half = {"merge": "lowrank", "calibration_tokens": TEXT_TOKENS // 2, "output": out}
+        done = convert(folder, case, 1, **half).pruned.manifest.done
+        assert isinstance(done, Merging) and done.sharpness == (factor if wanted > 1 else 1.0)
+        assert verify(out).passed
+        modules = attention_of(headprune.from_pretrained(out))
+        weights.append([read_heads(module) for module in modules])
+    for before, after in zip(*weights, strict=True):
+        assert torch.equal(before.k, after.k)
+        assert torch.allclose(after.q, factor * before.q, rtol=1e-6, atol=0)
+    short = convert(folder, case, 1, merge="lowrank", calibration_tokens=10**6).pruned.manifest.done
+    assert isinstance(short, Merging) and short.sharpness == 1.0  # no text is left
 
 
 def test_healing_is_refused_before_the_conversion(
