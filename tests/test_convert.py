@@ -556,7 +556,7 @@ def test_scores_on_shared_keys_are_sharpened(
     """A norm after W_Q would undo it."""
     weights = []
     for wanted in (1.0, 1.3):
-        monkeypatch.setattr(conversion, "sharpest", lambda loss, wanted=wanted: wanted)
+        monkeypatch.setattr(conversion, "sharpest", lambda *_, wanted=wanted: wanted)
         out = folder / f"out-{wanted}"
         half = {"merge": "lowrank", "calibration_tokens": TEXT_TOKENS // 2, "output": out}
         done = convert(folder, case, 1, **half).pruned.manifest.done

@@ -23,7 +23,6 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedMode
 from headprune.config import CalibrationConfig, DataConfig, Dtype, ExportConfig, LatentConfig
 from headprune.context import Context
 from headprune.data.batches import calibration
-from headprune.data.text import Sequences
 from headprune.errors import HeadpruneError, PlanError, ProofError
 from headprune.formats.checkpoint import OnStep
 from headprune.formats.export import Exported, export_as
@@ -47,7 +46,7 @@ from headprune.surgery.latent import (
     latent_of,
     projected,
 )
-from headprune.surgery.sharpness import sharpest
+from headprune.surgery.sharpness import mean_loss, sharpest
 from headprune.tensors.dtypes import dtype_name
 
 _SAME = (
@@ -167,7 +166,7 @@ class Fitter:
     @cached_property
     def loss(self) -> float:
         """Mean loss of the original on held-out text that chooses nothing."""
-        return _loss(self.net, self.text.report)
+        return mean_loss(self.net, self.text.report)
 
     def fit(self, rank: int, rope_dim: int, balance: float = 1.0) -> Fit:
         """Return latents of a rank and a rotary width."""
@@ -185,12 +184,10 @@ class Fitter:
 
     def _fit_of(self, latents: dict[str, Latent], rank: int, rope_dim: int) -> Fit:
         with projected(self.net, self.attentions, latents):
-            return Fit(latents, rank, rope_dim, _loss(self.net, self.text.choose))
+            return Fit(latents, rank, rope_dim, mean_loss(self.net, self.text.choose))
 
     def sharpened(self, fit: Fit) -> Fit:
         """Return a fit with the factor of its keys that loses least on held-out text."""
-        if fit.size >= self.whole:  # nothing need be lost
-            return fit
         tried = {1.0: fit}
 
         def loss(times: float) -> float:
@@ -199,7 +196,7 @@ class Fitter:
                 tried[times] = self._fit_of(larger, fit.rank, fit.rope_dim)
             return tried[times].loss
 
-        return tried[sharpest(loss)]
+        return tried[sharpest(loss, mean_loss(self.net, self.text.choose))]
 
     def of_size(self, size: int) -> Fit:
         """Return the latents of a size that lose least on held-out text."""
@@ -224,11 +221,11 @@ class Fitter:
         """Return the perplexity in place over the original's, on text that chose nothing."""
         original = self.loss  # before ``projected`` changes the net
         with projected(self.net, self.attentions, fit.latents):
-            return math.exp(_loss(self.net, self.text.report) - original)
+            return math.exp(mean_loss(self.net, self.text.report) - original)
 
     def ratio_of(self, net: PreTrainedModel) -> float:
         """Return the same of another model."""
-        return math.exp(_loss(net, self.text.report) - self.loss)
+        return math.exp(mean_loss(net, self.text.report) - self.loss)
 
     def prices(self) -> tuple[LatentPrice, ...]:
         """Return the cost of latents of several sizes, measured in place."""
@@ -256,12 +253,6 @@ class Fitter:
     def bytes_per_token(self, size: int) -> int:
         """Return the bytes of cache per token for a size, in 16 bits."""
         return 2 * size * len(self.attentions)
-
-
-@torch.no_grad()
-def _loss(net: PreTrainedModel, text: Sequences) -> float:
-    losses = [float(net(**batch).loss) for batch in text.batches()]
-    return sum(losses) / len(losses)
 
 
 def priced(

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -36,7 +35,7 @@ from headprune.surgery.edit import Edit, collecting
 from headprune.surgery.merges import Groups, HeadWeights, MergeContext
 from headprune.surgery.merges.merger import Merger
 from headprune.surgery.merges.outputs import OutputMoments, with_fitted_outputs
-from headprune.surgery.sharpness import sharpest
+from headprune.surgery.sharpness import mean_loss, sharpest
 from headprune.surgery.transfer import has_twin
 from headprune.tensors.units import Unit, members
 
@@ -203,10 +202,13 @@ def merged_of(
     refuse_unprovable(net, _plan(model, {}))
     context.stage(f"merging KV heads ({merger.name})")
     merging = _Merging(merger, ways, wanted, lambda done: context.step(done, len(attentions)))
+    held_out, sharpness = opened.held_out, 1.0
+    original = 0.0 if held_out is None else mean_loss(net, held_out)
     with collecting(net, attentions) as tensors:
         merging.run(net, attentions, sample)
-        context.stage("sharpening attention")
-        sharpness = 1.0 if opened.held_out is None else merging.sharpened(net, opened.held_out)
+        if held_out is not None and merging.shared:
+            context.stage("sharpening attention")
+            sharpness = merging.sharpened(lambda: mean_loss(net, held_out), original)
     plan = _plan(model, merging.groups, ways)
     plan = plan.model_copy(update={"merge": merger.name if plan.merged else None})
     edit = Edit(plan, tensors)
@@ -288,24 +290,26 @@ class _Merging:
         self.step(self.done)
         return changed
 
-    @torch.no_grad()
-    def sharpened(self, net: PreTrainedModel, held_out: Sequences) -> float:
-        """Multiply the queries on shared keys by what loses least on held-out text, in place."""
-        if not self.shared:
-            return 1.0
+    def sharpened(self, loss: Callable[[], float], original: float) -> float:
+        """Multiply the queries on shared keys, in place, and return the factor; see ``sharpest``.
+
+        Args:
+            loss: Measures the loss of the model as it is, on held-out text.
+            original: The loss before the merge.
+        """
         queries = {a.path: read_heads(a).affine("q").clone() for a in self.shared}
 
-        def loss(times: float) -> float:
+        def multiply(times: float) -> None:
             for attention in self.shared:
                 larger = times * queries[attention.path]
                 write_heads(attention, read_heads(attention).with_affine("q", larger))
-            losses = [
-                float(net(**batch, labels=batch["input_ids"]).loss) for batch in held_out.batches()
-            ]
-            return sum(losses) / len(losses)
 
-        best = sharpest(loss)
-        loss(best)
+        def after(times: float) -> float:
+            multiply(times)
+            return loss()
+
+        best = sharpest(after, original)
+        multiply(best)
         return best
 
 

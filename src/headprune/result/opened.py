@@ -16,8 +16,8 @@ from headprune.data.text import Sequences
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import CLASSIFIERS, task_of
-from headprune.model.residency import residency_of
 from headprune.model.open import Model
+from headprune.model.residency import residency_of
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import stated_counts
 from headprune.planning.kv_heads import KvPlan, Texts, plan_kv_heads
