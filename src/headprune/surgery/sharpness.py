@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.data.text import Sequences
+from headprune.model.placement import on_device
 
 FACTORS = (1.15, 1.3, 1.45)
 _NOTHING = 0.01  # nats per token
@@ -39,4 +40,5 @@ def sharpest(loss: Callable[[float], float], original: float) -> float:
 def mean_loss(net: PreTrainedModel, text: Sequences) -> float:
     """Return the mean loss of a language model over batches of a text, in nats per token."""
     batches = [{"labels": batch["input_ids"], **batch} for batch in text.batches()]
-    return sum(float(net(**batch).loss) for batch in batches) / len(batches)
+    losses = [float(net(**on_device(net, batch)).loss) for batch in batches]
+    return sum(losses) / len(losses)
