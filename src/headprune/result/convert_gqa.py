@@ -297,12 +297,15 @@ class _Merging:
             loss: Measures the loss of the model as it is, on held-out text.
             original: The loss before the merge.
         """
-        queries = {a.path: read_heads(a).affine("q").clone() for a in self.shared}
+        now = 1.0
 
         def multiply(times: float) -> None:
+            nonlocal now
             for attention in self.shared:
-                larger = times * queries[attention.path]
-                write_heads(attention, read_heads(attention).with_affine("q", larger))
+                heads = read_heads(attention)
+                larger = heads.affine("q") * (times / now)
+                write_heads(attention, heads.with_affine("q", larger))
+            now = times
 
         def after(times: float) -> float:
             multiply(times)

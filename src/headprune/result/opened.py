@@ -17,7 +17,6 @@ from headprune.errors import PlanError
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
 from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.open import Model
-from headprune.model.residency import residency_of
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import stated_counts
 from headprune.planning.kv_heads import KvPlan, Texts, plan_kv_heads
@@ -38,8 +37,7 @@ class Opened:
         attentions: The modules to convert.
         merger: What merges them.
         sample: The text that it merges by, if it does.
-        held_out: Text of a language model that is held whole, to choose by; None where the text
-            is short.
+        held_out: Text of a language model to choose by; None where the text is short.
         planned: The way every module goes, where that was to be weighed.
         constraints: Shapes of the result.
     """
@@ -110,7 +108,7 @@ def prepare_merging(
     if calibrate is not None and merger.calibrates:
         text = merge_calibration(net, model.tokenizer, calibrate, config)
         sample = text.fit
-        if len(text.choose.rows) and task_of(net) == "causal-lm" and residency_of(net) is None:
+        if len(text.choose.rows) and task_of(net) == "causal-lm":
             held_out = text.choose
         if weighing:
             scored = None
