@@ -562,6 +562,8 @@ def test_scores_on_shared_keys_are_sharpened(
         done = convert(folder, case, 1, **half).pruned.manifest.done
         assert isinstance(done, Merging) and done.sharpness == (factor if wanted > 1 else 1.0)
         assert verify(out).passed
+        said = f"scores on shared keys x {factor:g}" in (out / "README.md").read_text()
+        assert said == (done.sharpness > 1)
         modules = attention_of(headprune.from_pretrained(out))
         weights.append([read_heads(module) for module in modules])
     for before, after in zip(*weights, strict=True):

@@ -51,6 +51,8 @@ def done(step: LineageStep) -> str:
         before, after = step.kv_heads
         tokens = work.calibration_tokens
         text = f", calibrated on {tokens:,} tokens" if tokens else ""
+        if work.sharpness > 1:
+            text += f", scores on shared keys x {work.sharpness:g}"
         return f"{before} KV heads merged into {after} ({work.merge}, {work.grouping}{text})"
     before, after = step.query_heads
     refit = f", W_O refitted on {short_name(step.refit.data)}" if step.refit is not None else ""
