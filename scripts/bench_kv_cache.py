@@ -28,7 +28,7 @@ from headprune.formats.source import built
 from headprune.model.answers import answered
 from headprune.model.cost import kv_cache_elements_per_token
 from headprune.model.loading import load_config
-from protocol import CONFIGS, LONG, Bench, Result, Results, read_config
+from protocol import CONFIGS, LONG, Bench, ProtocolError, Result, Results, read_config
 
 BYTES = {"F16": 2.0, "Q8_0": 34 / 32, "Q4_0": 18 / 32}  # a number; blocks of 32 share a scale
 ORIGINAL, TABLE, WINDOWS, WORDS = "original", "kv-cache", 10, 100
@@ -47,15 +47,18 @@ def main(
     bench = Bench(config, model, texts, work)
     given = last_words(passages(bench.brown.splitlines(), WORDS), bench.tokenizer, LONG)
     prompts = [word.row for word in given]
-    for name in (ORIGINAL, *(row or ())):
+    cuts = {name: config.named(name) for name in row or ()}
+    for name in (ORIGINAL, *cuts):
         measured = Results.read()
         todo = [kind for kind in BYTES if measured.get(TABLE, f"{name}, {kind}", 0) is None]
         if not todo:
             continue
         folder = Path(model)
         if name != ORIGINAL:
-            cut = config.named(name)
-            folder = bench.by_command(cut, cut.tries[0], 0)
+            known = measured.get("smollm2-kv", name, 0)
+            if known is None or cuts[name].method != "convert_gqa":
+                raise ProtocolError(f"'{name}' is no row of KV heads that was measured.")
+            folder = bench.by_command(cuts[name], cuts[name].chosen_of(known), 0)
         place = work / "gguf"
         headprune.export(
             folder, place, to="gguf", out_dtype="float32", prove="read-back", overwrite=True

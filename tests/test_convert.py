@@ -43,6 +43,7 @@ from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.schemas.records import Merging
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.merges import MERGES
+from headprune.surgery.sharpness import larger_queries
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import expecting, ragged_plan
@@ -547,6 +548,20 @@ def test_lora_on_repeated_heads_is_refused(folder: Path) -> None:
     with pytest.raises(HeadpruneError, match="--train attention"):
         healing(folder, train=HealTrain.LORA)
     assert not (folder / "healed").exists()
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_neox"])
+def test_larger_queries_are_as_larger_weights(case: str) -> None:
+    model = tiny.model(case).float()
+    ids, attentions = torch.arange(3, 40)[None], attention_of(model)
+    with torch.no_grad():
+        with larger_queries(attentions, 1.3):
+            hooked = model(ids).logits
+        assert (model(ids).logits - hooked).abs().max() > 1e-3 * hooked.abs().max()
+        for attention in attentions:
+            heads = read_heads(attention)
+            write_heads(attention, heads.with_affine("q", 1.3 * heads.affine("q")))
+        assert (model(ids).logits - hooked).abs().max() < 1e-5 * hooked.abs().max()
 
 
 @pytest.mark.parametrize(("case", "factor"), [("llama", 1.3), ("qwen3", 1.0)])

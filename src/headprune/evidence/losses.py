@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from headprune.data.text import Sequences
 from headprune.errors import DataError
 from headprune.model.batch import Batch, inputs_of, token_mask
 from headprune.model.embedding import embedding
@@ -71,6 +72,16 @@ def losses_without(
             progress(done, total)
         found.append(torch.tensor(rises, dtype=torch.float64))
     return found
+
+
+@torch.no_grad()
+def mean_loss(net: PreTrainedModel, text: Sequences) -> float:
+    """Return the mean loss of a language model over batches of a text, in nats per token."""
+    losses = []
+    for batch in text.batches():
+        batch.setdefault("labels", batch["input_ids"])
+        losses.append(float(example_losses(net, "causal-lm", batch).mean()))
+    return sum(losses) / len(losses)
 
 
 def example_losses(

@@ -24,6 +24,7 @@ from headprune.config import CalibrationConfig, DataConfig, Dtype, ExportConfig,
 from headprune.context import Context
 from headprune.data.batches import calibration
 from headprune.errors import HeadpruneError, PlanError, ProofError
+from headprune.evidence.losses import mean_loss
 from headprune.formats.checkpoint import OnStep
 from headprune.formats.export import Exported, export_as
 from headprune.formats.format import ExportProof, Format
@@ -46,7 +47,7 @@ from headprune.surgery.latent import (
     latent_of,
     projected,
 )
-from headprune.surgery.sharpness import mean_loss, sharpest
+from headprune.surgery.sharpness import sharpest
 from headprune.tensors.dtypes import dtype_name
 
 _SAME = (
@@ -168,6 +169,11 @@ class Fitter:
         """Mean loss of the original on held-out text that chooses nothing."""
         return mean_loss(self.net, self.text.report)
 
+    @cached_property
+    def _original(self) -> float:
+        """Mean loss of the original on held-out text that chooses."""
+        return mean_loss(self.net, self.text.choose)
+
     def fit(self, rank: int, rope_dim: int, balance: float = 1.0) -> Fit:
         """Return latents of a rank and a rotary width."""
         most = self.first.head_dim
@@ -196,7 +202,7 @@ class Fitter:
                 tried[times] = self._fit_of(larger, fit.rank, fit.rope_dim)
             return tried[times].loss
 
-        return tried[sharpest(loss, mean_loss(self.net, self.text.choose))]
+        return tried[sharpest(loss, self._original)]
 
     def of_size(self, size: int) -> Fit:
         """Return the latents of a size that lose least on held-out text."""

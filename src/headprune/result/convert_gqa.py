@@ -14,6 +14,7 @@ from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption, 
 from headprune.context import Context
 from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
+from headprune.evidence.losses import mean_loss
 from headprune.io.outputs import claims_output
 from headprune.model import probes
 from headprune.model.attention import family_of
@@ -35,7 +36,7 @@ from headprune.surgery.edit import Edit, collecting
 from headprune.surgery.merges import Groups, HeadWeights, MergeContext
 from headprune.surgery.merges.merger import Merger
 from headprune.surgery.merges.outputs import OutputMoments, with_fitted_outputs
-from headprune.surgery.sharpness import mean_loss, sharpest
+from headprune.surgery.sharpness import larger_queries, sharpest
 from headprune.surgery.transfer import has_twin
 from headprune.tensors.units import Unit, members
 
@@ -297,22 +298,17 @@ class _Merging:
             loss: Measures the loss of the model as it is, on held-out text.
             original: The loss before the merge.
         """
-        now = 1.0
 
-        def multiply(times: float) -> None:
-            nonlocal now
-            for attention in self.shared:
-                heads = read_heads(attention)
-                larger = heads.affine("q") * (times / now)
-                write_heads(attention, heads.with_affine("q", larger))
-            now = times
-
-        def after(times: float) -> float:
-            multiply(times)
-            return loss()
+        def after(factor: float) -> float:
+            with larger_queries(self.shared, factor):
+                return loss()
 
         best = sharpest(after, original)
-        multiply(best)
+        if best > 1:
+            for attention in self.shared:
+                heads = read_heads(attention)
+                larger = best * heads.affine("q")
+                write_heads(attention, heads.with_affine("q", larger))
         return best
 
 

@@ -6,13 +6,14 @@ factor of all scores makes up for a part of that; docs/experiments.md has the nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
-import torch
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
-from headprune.data.text import Sequences
-from headprune.model.placement import on_device
+from headprune.model.heads import output_rows
+from headprune.runtime.modeling_headprune import Attention
 
 FACTORS = (1.15, 1.3, 1.45)
 _NOTHING = 0.01  # nats per token
@@ -26,19 +27,32 @@ def sharpest(loss: Callable[[float], float], original: float) -> float:
         original: The original's loss; where nothing is lost, the factor is 1.
     """
     best, least = 1.0, loss(1.0)
-    if least < original + _NOTHING:
+    if not least >= original + _NOTHING:  # nor if it is not finite
         return best
     for factor in FACTORS:
         now = loss(factor)
-        if now >= least:
+        if not now < least:
             break
         best, least = factor, now
     return best
 
 
-@torch.no_grad()
-def mean_loss(net: PreTrainedModel, text: Sequences) -> float:
-    """Return the mean loss of a language model over batches of a text, in nats per token."""
-    batches = [{"labels": batch["input_ids"], **batch} for batch in text.batches()]
-    losses = [float(net(**on_device(net, batch)).loss) for batch in batches]
-    return sum(losses) / len(losses)
+@contextmanager
+def larger_queries(attentions: Sequence[Attention], factor: float) -> Iterator[None]:
+    """Multiply the queries of modules in a ``with`` block, where their projections give them."""
+    with ExitStack() as stack:
+        for attention in attentions:
+            for projection in attention.projections:
+                rows = output_rows(attention, projection).get("q")
+                if rows is not None:
+                    multiply = partial(_multiply, rows.flatten(), factor)
+                    handle = projection.module.register_forward_hook(multiply)
+                    stack.callback(handle.remove)
+        yield
+
+
+def _multiply(
+    rows: Tensor, factor: float, module: nn.Module, args: object, output: Tensor
+) -> Tensor:
+    output[..., rows.to(output.device)] *= factor
+    return output
