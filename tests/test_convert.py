@@ -570,12 +570,15 @@ def test_scores_on_shared_keys_are_sharpened(
 ) -> None:
     """A norm after W_Q would undo it."""
     weights = []
-    for wanted in (1.0, 1.3):
-        monkeypatch.setattr(conversion, "sharpest", lambda *_, wanted=wanted: wanted)
+    # of the original, and of factors; the search ends after one that is no better
+    for wanted, of_factors in ((1.0, [1.0, 1.005]), (1.3, [1.0, 2.0, 1.9, 1.5, 1.6])):
+        losses = iter(of_factors)
+        monkeypatch.setattr(conversion, "mean_loss", lambda *_, losses=losses: next(losses))
         out = folder / f"out-{wanted}"
         half = {"merge": "lowrank", "calibration_tokens": TEXT_TOKENS // 2, "output": out}
         done = convert(folder, case, 1, **half).pruned.manifest.done
         assert isinstance(done, Merging) and done.sharpness == (factor if wanted > 1 else 1.0)
+        assert (next(losses, None) is None) == (case == "llama")
         assert verify(out).passed
         said = f"scores on shared keys x {factor:g}" in (out / "README.md").read_text()
         assert said == (done.sharpness > 1)
