@@ -15,9 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -44,20 +42,16 @@ from headprune.data.sequences import tokenized_rows
 from headprune.data.text import Sequences
 from headprune.evaluation.metrics import rank_correlation, similarity_correlation
 from headprune.evaluation.quality import causal_losses, embeddings
-from headprune.evidence.losses import example_losses
-from headprune.evidence.score import gather, needs_of, scores_of
-from headprune.evidence.statistics import collect
+from headprune.evidence.score import gather, scores_of
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import load_tokenizer, task_of
-from headprune.planning.allocation import PerModule, allocate
-from headprune.planning.choice import equal_shares
 from headprune.surgery.refit import refit
 from headprune.tensors import least_squares
 from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit
-from rivals import CUTTERS, RIVALS, taylor
+from rivals import CUTTERS, RIVALS, by_scores
 
 console = Console()
 OWN_LENGTH = 64  # tokens; most sequences that such a model writes end sooner or later
@@ -152,8 +146,6 @@ def main(
     seeds: Annotated[int, typer.Option(help="Seeds.")] = 1,
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 16_384,
     windows: Annotated[int, typer.Option(help="Test windows (or pairs / 25).")] = 40,
-    cost: Annotated[bool, typer.Option(help="Time scoring and refit, nothing else.")] = False,
-    repeats: Annotated[int, typer.Option(help="With --cost: timings, after one to warm up.")] = 2,
     seq_len: Annotated[int, typer.Option(help="Tokens per calibration sequence.")] = 512,
     products: Annotated[
         str, typer.Option(help="What sums over tokens multiply in: float64, or as a GPU float32.")
@@ -166,9 +158,6 @@ def main(
     """Score, close, refit, measure."""
     least_squares.product_dtype = lambda device: getattr(torch, products)
     net = from_pretrained(model, dtype="float32").requires_grad_(False)
-    if cost:
-        _cost(net, calibration_of(net, model, data, tokens, seq_len, 0), repeats)
-        return
     if test is None:
         quality = own_likelihood(net)
     elif task_of(net) == "features":
@@ -197,9 +186,9 @@ def main(
     shares = sorted(map(float, keep.split(",")), reverse=True)
     for seed in range(seeds):
         examples = calibration_of(net, model, data, tokens, seq_len, seed)
-        wanted = {*names, *(r.criterion for r in RIVALS.values() if rivals)} - {"taylor"}
-        evidence = gather(net, attentions, scoring(wanted, seed), examples) if wanted else []
-        scores = {name: scores_of(name, evidence, attentions, Unit.HEAD) for name in wanted}
+        config = ScoreConfig(criterion=sorted(names), unit=Unit.HEAD, seed=seed) if names else None
+        evidence = gather(net, attentions, config, examples) if config else []
+        scores = {name: scores_of(name, evidence, attentions, Unit.HEAD) for name in names}
         for name in names:
             for share in shares:
                 kept = keep_best(scores[name].tolist(), [1] * sum(heads), round(share * sum(heads)))
@@ -213,27 +202,12 @@ def main(
                 refit(current, attention_of(current), gates, examples.whole())
                 with gated(attention_of(current), fixed(gates)):
                     add(name, True, share, seed, quality(current))
-        for label, rival in RIVALS.items() if rivals else ():
-            if rival.criterion == "taylor":
-                values = torch.cat(taylor(net, attentions, examples))
-            else:
-                values = scores[rival.criterion]
-            if rival.normalised:
-                values = torch.cat([part / part.norm() for part in values.split(heads)])
-            for share, even in itertools.product(shares, (False, True)):
-                count = round(share * sum(heads))
-                shares_of = equal_shares(attentions, Unit.HEAD, count, 0) if even else None
-                per_module, count_all = PerModule(shares_of), None if even else count
-                kept = allocate(attentions, Unit.HEAD, values.tolist(), count_all, per_module)
-                mask = torch.zeros(sum(heads)).bool()
-                mask[kept] = True
-                gates = _gates(mask, heads)
-                context: AbstractContextManager[Any] = nullcontext()
-                if rival.compensate is not None:
-                    gates, context = rival.compensate(net, attentions, gates, examples, evidence)
-                name = f"{label}, {'equal layers' if even else 'global'}"
-                with context, gated(attentions, fixed(gates)):
-                    add(name, False, share, seed, quality(net))
+        each = itertools.product(RIVALS if rivals else (), shares, (False, True))
+        for label, share, even in each:
+            gates, context = by_scores(label, net, share, even, examples)
+            name = f"{label}, {'equal layers' if even else 'global'}"
+            with context, gated(attentions, fixed(gates)):
+                add(name, False, share, seed, quality(net))
         for label, share in itertools.product(CUTTERS if cutters else (), shares):
             gates, context = CUTTERS[label](net, attentions, share, examples)
             closed = sum(int((gate == 0).sum()) for gate in gates)
@@ -242,56 +216,8 @@ def main(
     _print(rows, base)
 
 
-def scoring(criteria: Iterable[str], seed: int) -> ScoreConfig:
-    """How all heads are scored."""
-    return ScoreConfig(criterion=sorted(criteria), unit=Unit.HEAD, seed=seed)
-
-
 def _gates(kept: Tensor, heads: Sequence[int]) -> list[Tensor]:
     return [part.float() for part in kept.split(list(heads))]
-
-
-def _cost(net: PreTrainedModel, examples: Sequences, repeats: int) -> None:
-    """Scoring against a forward and backward, a refit against a forward, in turn."""
-    attentions = attention_of(net)
-    batches, whole = examples.batches(), examples.whole()
-    embedded = net.get_input_embeddings()
-
-    def forward() -> None:
-        with torch.no_grad():
-            for batch in batches:
-                net(**{name: value for name, value in batch.items() if name != "labels"})
-
-    def forward_backward() -> None:
-        for batch in batches:
-            hook = embedded.register_forward_hook(lambda m, i, o: o.requires_grad_(True))
-            example_losses(net, task_of(net), batch).sum().backward()
-            hook.remove()
-
-    def scoring() -> None:
-        needs = needs_of(["gradient", "fisher", "fluctuation", "wanda"])
-        collect(net, attentions, batches, needs)
-
-    def refitting() -> None:
-        gates = [torch.ones(a.query_heads) for a in attentions]
-        for gate in gates:
-            gate[0] = 0.0
-        cut = copy.deepcopy(net)
-        refit(cut, attention_of(cut), gates, whole)
-
-    times: dict[str, list[float]] = {}
-    for repeat in range(repeats + 1):
-        for run in (forward, forward_backward, scoring, refitting):
-            start = time.perf_counter()
-            run()
-            if repeat:
-                times.setdefault(run.__name__, []).append(time.perf_counter() - start)
-    best = {name: min(each) for name, each in times.items()}
-    console.print({name: round(value, 2) for name, value in best.items()})
-    console.print(
-        f"scoring / forward and backward: {best['scoring'] / best['forward_backward']:.3f}"
-    )
-    console.print(f"refit / forward: {best['refitting'] / best['forward']:.2f}")
 
 
 def _print(rows: list[dict[str, Any]], base: dict[str, float]) -> None:

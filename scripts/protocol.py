@@ -28,7 +28,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -48,23 +48,19 @@ from transformers.masking_utils import sdpa_mask
 
 import headprune
 from headprune import from_pretrained
-from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig, ScoreConfig
+from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig
 from headprune.data.batches import calibration
 from headprune.data.passages import passage_words, passages
 from headprune.data.read import read_examples
-from headprune.data.text import Sequences, evenly
+from headprune.data.text import evenly
 from headprune.evaluation.quality import causal_losses
 from headprune.evaluation.tasks import task_scores
 from headprune.evidence.recall import needed
-from headprune.evidence.score import gather, scores_of
 from headprune.model.answers import answered
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import load_tokenizer
-from headprune.planning.allocation import PerModule, allocate
-from headprune.planning.choice import equal_shares
-from headprune.tensors.units import Unit
-from rivals import CUTTERS, RIVALS, taylor
+from rivals import CUTTERS, by_scores
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, RESULTS = ROOT / "configs" / "bench", ROOT / "docs" / "benchmarks" / "results.json"
@@ -97,9 +93,12 @@ class Text:
         """Return the text.
 
         Raises:
-            ProtocolError: If it is another one.
+            ProtocolError: If it is another one, or cannot be read.
         """
-        content = gzip.decompress((folder / self.file).read_bytes())
+        try:
+            content = gzip.decompress((folder / self.file).read_bytes())
+        except (OSError, EOFError) as error:
+            raise ProtocolError(f"'{folder / self.file}' cannot be read: {error}.") from error
         if _sha256(content) != self.sha256:
             raise ProtocolError(f"'{folder / self.file}' is not the text of the protocol.")
         return content.decode()
@@ -245,7 +244,13 @@ class Results(Strict):
         return next((r for r in known if r.model_sha256 == digest), None)
 
     def write_with(self, result: Result) -> Results:
-        """Write and return all of them and another."""
+        """Write and return all of them and another.
+
+        Raises:
+            ProtocolError: If that is there already, as of another process.
+        """
+        if self.get(result.table, result.row, result.sample) is not None:
+            raise ProtocolError(f"'{result.row}', sample {result.sample}, was measured meanwhile.")
         more = self.model_copy(update={"results": (*self.results, result)})
         RESULTS.write_text(more.model_dump_json(indent=1) + "\n")
         return more
@@ -357,14 +362,14 @@ class Bench:
         if row.method in CUTTERS:
             gates, context = CUTTERS[row.method](net, attention_of(net), settings["keep"], some)
         else:
-            gates, context = self._by_rival(net, row.method, settings, text, some)
+            gates, context = by_scores(row.method, net, settings["keep"], settings["even"], some)
         gating = gated(attention_of(net), fixed(gates))
         return Made(net, (context, gating))
 
     def by_command(self, row: Row, more: dict[str, Any], sample: int) -> Path:
         """Make a row's model by the command that it names; the next one takes its place."""
         settings, text = {**row.settings, **more}, str(self.calibration[sample])
-        steps, folder = settings.pop("heal_steps", None), self.work / "results"
+        steps, folder = settings.pop("heal_steps", None), self.work / "protocol-model"
         shutil.rmtree(folder, ignore_errors=True)  # a run that was killed left some
         folder.mkdir()
         out, scores = folder / "out", folder / "scores"
@@ -387,37 +392,6 @@ class Bench:
             cut = out.rename(folder / "cut")
             headprune.heal(cut, out, teacher=self.model, data=text, steps=steps)
         return out
-
-    def _by_rival(
-        self, net: PreTrainedModel, name: str, settings: dict[str, Any], text: str, some: Sequences
-    ) -> tuple[list[torch.Tensor], AbstractContextManager[Any]]:
-        rival, attentions = RIVALS[name], attention_of(net)
-        heads = [a.query_heads for a in attentions]
-        evidence_for = rival.criterion if rival.criterion != "taylor" else "fluctuation"
-        evidence = gather(
-            net, attentions, ScoreConfig(criterion=(evidence_for,), unit=Unit.HEAD), some
-        )
-        if rival.criterion == "taylor":
-            values = torch.cat(taylor(net, attentions, some))
-        else:
-            values = scores_of(rival.criterion, evidence, attentions, Unit.HEAD)
-        if rival.normalised:
-            values = torch.cat([part / part.norm() for part in values.split(heads)])
-        count = round(settings["keep"] * sum(heads))
-        shares = equal_shares(attentions, Unit.HEAD, count, 0) if settings["even"] else None
-        kept = allocate(
-            attentions,
-            Unit.HEAD,
-            values.tolist(),
-            None if shares is not None else count,
-            PerModule(shares),
-        )
-        mask = torch.zeros(sum(heads))
-        mask[kept] = 1.0
-        gates = list(mask.split(heads))
-        if rival.compensate is None:
-            return gates, nullcontext()
-        return rival.compensate(net, attentions, gates, some, evidence)
 
 
 def _even_widths(
@@ -591,14 +565,14 @@ def table(name: str, results: Results) -> str:
     original = results.original(config.sha256)
     if original is None:
         return "Not measured yet.\n"
-    measured = [r for r in results.results if r.table == name]
+    measured = sorted((r for r in results.results if r.table == name), key=lambda r: r.sample)
     columns = {n: c for n, c in _COLUMNS.items() if any(n in r.numbers for r in measured)}
     head = ["", *(title for title, _ in columns.values()), "samples", "tries", "seconds"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     whole = [f"{original.numbers[n]:.3f}" for n in columns]
     lines.append(f"| original | {' | '.join(whole)} | | | |")
     for row in config.rows:
-        own = [r for r in results.results if (r.table, r.row) == (name, row.name)]
+        own = [r for r in measured if r.row == row.name]
         if row.method == "original" or not own:
             continue
         cells = []

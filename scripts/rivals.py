@@ -1,8 +1,8 @@
 """What other tools do to choose heads and to make up for them, at equal head counts.
 
-Each is written from its paper, over query heads, and gets the same tokens as ours. Where a method
-has a compensation of its own it is applied. None trains a weight. ``RIVALS`` score all heads, and
-``CUTTERS`` choose on their way through the layers, or choose layers.
+Each is written from its paper, over query heads, and gets as many tokens as ours are fitted to.
+Where a method has a compensation of its own it is applied. None trains a weight. ``RIVALS`` score
+all heads, and ``CUTTERS`` choose on their way through the layers, or choose layers.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headprune.config import ScoreConfig
 from headprune.data.text import Sequences
 from headprune.evidence.criteria import columns
 from headprune.evidence.losses import example_losses
+from headprune.evidence.score import gather, scores_of
 from headprune.evidence.statistics import Statistics
+from headprune.model.attention import attention_of
 from headprune.model.batch import doubled, real_tokens, token_mask
 from headprune.model.heads import project_output, read_output, write_output
 from headprune.model.loading import task_of
 from headprune.model.passes import OneStream, Stream, in_sequence, run_model
+from headprune.planning.allocation import PerModule, allocate
 from headprune.planning.choice import equal_shares
 from headprune.runtime.modeling_headprune import Attention, input_dim
 from headprune.tensors.index_maps import role_slices
@@ -302,16 +306,45 @@ RIVALS = {
     "Michel et al.": Rival("gradient", "arXiv 1905.10650, section 4.1", normalised=True),
     "FLAP": Rival("fluctuation", "arXiv 2312.11983", compensate=mean_for_gone),
     "LLM-Pruner": Rival("taylor", "arXiv 2305.11627"),
-    "Wanda over heads": Rival("wanda", "arXiv 2306.11695"),
+    "Wanda-sp": Rival("wanda", "arXiv 2306.11695"),
     "Kwon et al.": Rival(
         "fisher", "arXiv 2204.09656, without its rearrangement", compensate=tuned_masks
     ),
 }
+
+
+def by_scores(
+    name: str, net: PreTrainedModel, share: float, even: bool, examples: Sequences
+) -> tuple[Gates, AbstractContextManager[Any]]:
+    """A rival of ``RIVALS``: its scores, a share of heads in all layers or of each, its remedy."""
+    rival, attentions = RIVALS[name], attention_of(net)
+    heads = [a.query_heads for a in attentions]
+    criterion = rival.criterion if rival.criterion != "taylor" else "fluctuation"
+    evidence = gather(
+        net, attentions, ScoreConfig(criterion=(criterion,), unit=Unit.HEAD), examples
+    )
+    if rival.criterion == "taylor":
+        values = torch.cat(taylor(net, attentions, examples))
+    else:
+        values = scores_of(criterion, evidence, attentions, Unit.HEAD)
+    if rival.normalised:
+        values = torch.cat([part / part.norm() for part in values.split(heads)])
+    count = round(share * sum(heads))
+    shares = equal_shares(attentions, Unit.HEAD, count, 0) if even else None
+    in_all = None if even else count
+    kept = allocate(attentions, Unit.HEAD, values.tolist(), in_all, PerModule(shares))
+    mask = torch.zeros(sum(heads))
+    mask[kept] = 1.0
+    gates = list(mask.split(heads))
+    if rival.compensate is None:
+        return gates, nullcontext()
+    return rival.compensate(net, attentions, gates, examples, evidence)
+
 
 # method -> from model, modules, share of heads that stay and text to gates, and a context in which
 # the model runs with its compensation
 CUTTERS = {
     "SlimGPT": slimgpt,  # arXiv 2412.18110, heads alone
     "OSSCAR": osscar,  # arXiv 2403.12983, heads alone
-    "dropped layers (He et al.)": dropped_layers,  # arXiv 2406.15786
+    "LLM-Drop": dropped_layers,  # arXiv 2406.15786
 }

@@ -71,7 +71,7 @@ def test_what_does_not_come_to_pass_is_told(bench: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "gone"),
-    [("SlimGPT", [0, 3, 4, 5]), ("OSSCAR", [3, 3, 3, 3]), ("dropped layers (He et al.)", None)],
+    [("SlimGPT", [0, 3, 4, 5]), ("OSSCAR", [3, 3, 3, 3]), ("LLM-Drop", None)],
 )
 def test_what_others_cut(
     name: str, gone: list[int] | None, monkeypatch: pytest.MonkeyPatch

@@ -21,6 +21,7 @@ from headprune.distillation.pair import Pair, read_pair
 from headprune.distillation.shards import probed, refuse_sharded, stored_weights
 from headprune.distillation.trainer import HealedModel, HealTrainer, merged, trainable
 from headprune.errors import HeadpruneError
+from headprune.formats.format import is_exported, read_export
 from headprune.io.outputs import claimed, place_of
 from headprune.io.shell import command
 from headprune.io.writing import beside
@@ -234,6 +235,7 @@ def _written(
 ) -> Healed:
     """Write and prove the healed model, and remove its checkpoints."""
     step, expected, edit = about["taken_after"], None, pair.edit
+    source = Path(pair.model.source)
     if in_shards():
         context.stage("probing the healed model")
         expected = probed(pair.model.net, pair.stored)
@@ -251,6 +253,7 @@ def _written(
             optimizer=config.optimizer.value,
             objective=config.objective.value,
             learning_rate=config.learning_rate,
+            start=read_export(source).changes if is_exported(source) else (),
             **about,
         )
         changes = Changes(healing, history=trainer.write_history(run.folder))

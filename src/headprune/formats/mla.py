@@ -64,7 +64,7 @@ _CONTROL = "every coordinate misplaced by one"
 _OTHER_BALANCE = 3.0  # of K over V, tried beside 1
 _ROPE_DIMS = (0.375, 0.5, 0.625, 0.75, 1.0)  # over head_dim
 _BIASED = (
-    "Its projections have biases. Engines that build DeepSeek without them answer nonsense: serve "
+    "Its projections have biases. vLLM builds DeepSeek without them and answers nonsense: serve "
     "it by transformers."
 )
 
@@ -489,8 +489,12 @@ def _with_bias(weight: Tensor, hidden: int) -> Tensor:
 def _linear_norm(mean_square: float) -> tuple[float, float, float]:
     """Return the factor before a norm, its weight, and the factor after it.
 
-    The weight is a number of bfloat16, and the last factor makes up for its rounding.
+    The first two are numbers of bfloat16, and the last makes up for their rounding.
     """
-    small = (_SMALL * _EPS / max(mean_square, 1e-20)) ** 0.5
-    weight = float(torch.tensor(_EPS**0.5 / small).bfloat16())
+    small = _rounded((_SMALL * _EPS / max(mean_square, 1e-20)) ** 0.5)
+    weight = _rounded(_EPS**0.5 / small)
     return small, weight, _EPS**0.5 / (weight * small)
+
+
+def _rounded(number: float) -> float:
+    return float(torch.tensor(number).bfloat16())

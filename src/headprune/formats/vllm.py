@@ -13,13 +13,13 @@ from headprune.formats.regularise import regularise
 from headprune.formats.source import ExportSource, open_source
 from headprune.formats.weights import WithFused
 from headprune.model.probes import probe, probe_inputs
-from headprune.planning.targets import generates_none
+from headprune.planning.targets import vllm_refusal
 from headprune.result.equivalence import difference
 from headprune.runtime.modeling_headprune import REPEATING
 
 
 def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
-    reason = generates_none(source.net)
+    reason = vllm_refusal(source.net)
     if reason is not None:
         return reason
     if not source.net.is_backend_compatible():
@@ -27,8 +27,6 @@ def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
             "vLLM's backend puts its own attention where transformers' attention interface is "
             f"called, and a {source.config.model_type} does not call it."
         )
-    if getattr(source.config.get_text_config(decoder=True), "kv_lora_rank", None):
-        return "its keys and values are made of one latent (MLA), which the backend does not cache."
     missing = WithFused(source.weights, source.folder, source.net).missing
     if missing:
         return f"its folder has no '{missing[0]}'. It is incomplete or damaged; get it again."

@@ -67,6 +67,13 @@ def generates_none(net: PreTrainedModel) -> str | None:
     return f"a {type(net).__name__} generates no text, and this engine is for models that do."
 
 
+def vllm_refusal(net: PreTrainedModel) -> str | None:
+    """Return why vLLM is not advised for a model; None if it is."""
+    if getattr(net.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        return "its keys and values are made of one latent (MLA), which the backend does not cache."
+    return generates_none(net)
+
+
 def graph_refusal(net: PreTrainedModel) -> str | None:
     """Return why a model has no graph; None if nothing is known against it."""
     strange = sorted(set(probe_inputs(net)) - _TEXT)
@@ -146,7 +153,7 @@ TARGETS: dict[Target, EngineShapes] = {
         "vLLM, transformers backend",
         "0.32.0, CPU",
         {**_ALL, RAGGED: "`export --to vllm`", EMPTY: "`export --to vllm`; a zero head"},
-        generates_none,
+        vllm_refusal,
         lambda net: _where(zero_heads_refusal(net), RAGGED, EMPTY),
         "every",
     ),

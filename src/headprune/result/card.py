@@ -18,6 +18,7 @@ from headprune.render.markdown import escaped, markdown
 from headprune.result.engines import serving
 from headprune.schemas.manifest import CARD, Manifest, read_manifest
 from headprune.schemas.plan import Plan, read_plan
+from headprune.schemas.records import Healing
 from headprune.schemas.roles import RolesRecord
 
 _INHERITED = ("license", "license_name", "license_link", "language", "base_model")
@@ -40,6 +41,9 @@ def card(folder: Path, title: str, plan: Plan, manifest: Manifest, sections: str
     """
     served = [Code(line, title=name) for name, line in serving(manifest, Path(title))]
     before: list[Block] = [Paragraph(records.what(manifest)), records.sizes(manifest.steps)]
+    for step in manifest.steps:
+        if isinstance(step.done, Healing) and step.done.start:
+            before.append(Section("Before healing", [Paragraph(each) for each in step.done.start]))
     if manifest.choice is not None:
         before.append(Section("Chosen", records.chosen(manifest.choice)))
     stored = Paragraph(records.stored(manifest.shape, manifest.uneven, manifest.brings_code))

@@ -134,7 +134,8 @@ def gather(
         moments = found[path]
         width = moments.head_dim
         query, key = (raw[role].unflatten(-1, (-1, width)).transpose(1, 2) for role in ("q", "k"))
-        moments.rotates |= not torch.allclose(key, call.key.float(), rtol=1e-2, atol=1e-3)
+        smallest = 1e-6 * float(key.abs().max())
+        moments.rotates |= not torch.allclose(key, call.key.float(), rtol=1e-2, atol=smallest)
         flat = query.transpose(0, 1).flatten(1, 2).double()
         moments.query += flat.transpose(1, 2) @ flat
         length = call.query.shape[2]
