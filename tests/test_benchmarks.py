@@ -116,6 +116,8 @@ def protocol(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_only_what_is_written_down_is_published(
     protocol: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import rivals
+
     config = tmp_path / "own.yaml"
     config.write_text("model: x\nrows: [{name: a, method: FLAP}]\n")
     with pytest.raises(protocol.ProtocolError, match="may not be published"):
@@ -128,17 +130,23 @@ def test_only_what_is_written_down_is_published(
         assert {r.method for r in rows} <= {
             "original",
             *protocol.OURS,
-            *protocol.RIVALS,
-            *protocol.CUTTERS,
+            *rivals.RIVALS,
+            *rivals.CUTTERS,
         }
     other = protocol.Text("text.gz", protocol.BROWN.sha256)
     (tmp_path / "text.gz").write_bytes(gzip.compress(b"another text"))
     with pytest.raises(protocol.ProtocolError, match="is not the text of the protocol"):
         other.read(tmp_path)
+    with pytest.raises(protocol.ProtocolError, match="cannot be read"):
+        other.read(tmp_path / "elsewhere")
     (tmp_path / "model.safetensors").write_bytes(b"another model")
     with pytest.raises(protocol.ProtocolError, match=f"is not the {configs[0].model} of the"):
         protocol.Bench(configs[0], str(tmp_path), tmp_path, tmp_path)
+    published = protocol.Results.read()
     monkeypatch.setattr(protocol, "RESULTS", tmp_path / "results.json")
+    with pytest.raises(protocol.ProtocolError, match="was measured meanwhile"):
+        published.write_with(published.results[0])
+    assert not protocol.RESULTS.exists()
     (tmp_path / "results.json").write_text('{"texts": {"brown": "0"}, "results": []}')
     with pytest.raises(protocol.ProtocolError, match="is of other texts"):
         protocol.Results.read()

@@ -307,7 +307,7 @@ def reckons_with_refit(criterion: str) -> tuple[str, ...]:
         return ()
     return (
         f"{criterion} scores assume that W_O is refitted, so cut with --refit DATA. "
-        "SmolLM2-135M without a quarter of its heads, by compensated, has 1.09 times its "
-        "perplexity with the refit, and 2.16 times without. For a cut without one, score by "
+        "SmolLM2-135M without a quarter of its heads, by compensated, has 1.1 times its "
+        "perplexity with the refit, and twice without. For a cut without one, score by "
         "fisher.",
     )
