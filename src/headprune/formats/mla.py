@@ -10,6 +10,8 @@ go through a low rank of full width. The output matrix is a tensor of its own, a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import metadata
@@ -47,7 +49,7 @@ from headprune.surgery.latent import (
     latent_of,
     projected,
 )
-from headprune.surgery.sharpness import sharpest
+from headprune.surgery.sharpness import larger_queries, sharpest
 from headprune.tensors.dtypes import dtype_name
 
 _SAME = (
@@ -100,13 +102,15 @@ class Fit:
         latents: By module.
         rank: Width of the latent.
         rope_dim: Width of the rotary key.
+        sharpness: Factor of all scores.
         loss: Mean loss, in place, on the held-out text that chooses.
     """
 
     latents: dict[str, Latent]
     rank: int
     rope_dim: int
-    loss: float
+    sharpness: float = 1.0
+    loss: float = math.nan
 
     @property
     def size(self) -> int:
@@ -186,21 +190,29 @@ class Fitter:
             path: latent_of(one, self.frequencies, rope_dim, rank, balance)
             for path, one in self.moments.items()
         }
-        return self._fit_of(latents, rank, rope_dim)
+        return self._measured(Fit(latents, rank, rope_dim))
 
-    def _fit_of(self, latents: dict[str, Latent], rank: int, rope_dim: int) -> Fit:
-        with projected(self.net, self.attentions, latents):
-            return Fit(latents, rank, rope_dim, mean_loss(self.net, self.text.choose))
+    @contextmanager
+    def in_place(self, fit: Fit) -> Iterator[None]:
+        """Make the model compute as one with these latents, in a ``with`` block."""
+        with (
+            larger_queries(self.attentions, fit.sharpness),
+            projected(self.net, self.attentions, fit.latents),
+        ):
+            yield
+
+    def _measured(self, fit: Fit) -> Fit:
+        with self.in_place(fit):
+            return replace(fit, loss=mean_loss(self.net, self.text.choose))
 
     def sharpened(self, fit: Fit) -> Fit:
-        """Return a fit with the factor of its keys that loses least on held-out text."""
+        """Return a fit with the factor of scores that loses least on held-out text."""
         tried = {1.0: fit}
 
-        def loss(times: float) -> float:
-            if times not in tried:
-                larger = {path: one.with_larger_keys(times) for path, one in fit.latents.items()}
-                tried[times] = self._fit_of(larger, fit.rank, fit.rope_dim)
-            return tried[times].loss
+        def loss(factor: float) -> float:
+            if factor not in tried:
+                tried[factor] = self._measured(replace(fit, sharpness=factor))
+            return tried[factor].loss
 
         return tried[sharpest(loss, self._original)]
 
@@ -225,8 +237,8 @@ class Fitter:
 
     def ratio(self, fit: Fit) -> float:
         """Return the perplexity in place over the original's, on text that chose nothing."""
-        original = self.loss  # before ``projected`` changes the net
-        with projected(self.net, self.attentions, fit.latents):
+        original = self.loss  # before ``in_place`` changes the net
+        with self.in_place(fit):
             return math.exp(mean_loss(self.net, self.text.report) - original)
 
     def ratio_of(self, net: PreTrainedModel) -> float:
@@ -336,7 +348,7 @@ class _LatentFormat:
         before, after = (fitter.bytes_per_token(n) for n in (fitter.whole, self.fit.size))
         return (
             f"KV cache: {before:,} bytes per token become {after:,} in 16 bits: rank "
-            f"{self.fit.rank}, rotary width {self.fit.rope_dim}.",
+            f"{self.fit.rank}, rotary width {self.fit.rope_dim}, scores x {self.fit.sharpness:g}.",
             f"Perplexity on held-out text: {ratio:.3f} times the original's.",
             "Latents are about 1e-9, too small for float16 and for blocks of 8 or 4 bits. So it is "
             "written, and has to run, in bfloat16 or float32.",
@@ -352,11 +364,8 @@ class _LatentFormat:
             net.double()
         inputs = probe_inputs(self.net)
         outputs = []
-        for latents in (
-            self.fit.latents,
-            {path: _misplaced(latent) for path, latent in self.fit.latents.items()},
-        ):
-            with projected(self.net, self.fitter.attentions, latents):
+        for fit in (self.fit, _misplaced(self.fit)):
+            with self.fitter.in_place(fit):
                 outputs.append(probe(self.net, inputs, decoded=False))
         self.wanted = outputs[0]
         self.gap = difference(self.wanted, probe(self.result, inputs, decoded=False))
@@ -392,9 +401,13 @@ class _LatentFormat:
         )
 
 
-def _misplaced(latent: Latent) -> Latent:
-    """Return a latent whose K and V go to the wrong coordinates."""
-    return replace(latent, rotary_up=latent.rotary_up.roll(1, 0), up=latent.up.roll(1, 0))
+def _misplaced(fit: Fit) -> Fit:
+    """Return latents whose K and V go to the wrong coordinates."""
+    latents = {
+        path: replace(one, rotary_up=one.rotary_up.roll(1, 0), up=one.up.roll(1, 0))
+        for path, one in fit.latents.items()
+    }
+    return replace(fit, latents=latents)
 
 
 @torch.no_grad()
@@ -405,7 +418,7 @@ def converted(net: PreTrainedModel, fitter: Fitter, fit: Fit) -> PreTrainedModel
     weights = {n: w for n, w in net.state_dict().items() if ".self_attn." not in n}
     for attention, layer in zip(fitter.attentions, net.base_model.layers, strict=True):
         norm = float(layer.input_layernorm.weight.abs().max())
-        own = _attention_weights(attention, fit.latents[attention.path], config, norm)
+        own = _attention_weights(attention, fit, config, norm)
         weights |= {f"{attention.path}.{name}": weight for name, weight in own.items()}
     scale = (_EPS / net.config.rms_norm_eps) ** 0.5
     for name, weight in weights.items():
@@ -442,10 +455,10 @@ def _config(net: PreTrainedModel, fitter: Fitter, fit: Fit) -> DeepseekV3Config:
 
 
 def _attention_weights(
-    attention: Attention, latent: Latent, config: DeepseekV3Config, norm: float
+    attention: Attention, fit: Fit, config: DeepseekV3Config, norm: float
 ) -> dict[str, Tensor]:
     """Return the tensors of one layer's attention; ``norm`` bounds the norm before it."""
-    heads = read_heads(attention)
+    heads, latent = read_heads(attention), fit.latents[attention.path]
     owners, hidden = heads.owners, config.hidden_size
     q, k, v = (_with_bias(heads.affine(role).double(), hidden) for role in ("q", "k", "v"))
     small, weight, factor = _linear_norm(latent.mean_square)
@@ -456,7 +469,7 @@ def _attention_weights(
     down = torch.cat([latents * small, latent.rotary_down[turned] @ k.flatten(0, 1)])
     keys, values = (latent.up * factor).unflatten(0, (2, len(heads.k), -1))
     rotary_up = latent.rotary_up[:, turned].unflatten(0, (len(heads.k), -1))[owners]
-    scale = attention.module.scaling * config.qk_head_dim**0.5
+    scale = attention.module.scaling * config.qk_head_dim**0.5 * fit.sharpness
     queries = scale * torch.cat([q, rotary_up.mT @ q], 1).flatten(0, 1)
     tensors = {
         "kv_a_proj_with_mqa.weight": down[:, :-1],

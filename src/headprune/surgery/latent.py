@@ -4,7 +4,7 @@ Keys are turned, frequency by frequency, over the KV heads, which commutes with 
 Of the fastest frequencies the first component stays rotary. The rest takes its mean rotation over
 the distances that attention looks back. This rest and V have one linear latent of low rank
 (TransMLA 2502.07864, CARE 2603.17946). The mean rotation, and weights of tokens by the attention
-that they receive, are ours. So are larger keys, since lost components flatten attention.
+that they receive, are ours.
 """
 
 from __future__ import annotations
@@ -107,11 +107,6 @@ class Latent:
     up: Tensor
     lost: float
     mean_square: float
-
-    def with_larger_keys(self, times: float) -> Latent:
-        """Return the maps with keys, and so all scores, multiplied."""
-        keys, values = self.up.chunk(2)
-        return replace(self, rotary_up=times * self.rotary_up, up=torch.cat([times * keys, values]))
 
 
 def gather(
