@@ -63,7 +63,7 @@ def main(
             {
                 "seed": seed,
                 "taken_after": done.taken_after,
-                "divergence": [done.before, done.after],
+                "loss": [done.before, done.after],
                 **ratios(measured, original),
                 **measured,
                 "seconds": seconds,

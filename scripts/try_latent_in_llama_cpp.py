@@ -27,6 +27,9 @@ SMALL = 1e-7  # of the norm of queries, which llama.cpp wants and eps makes line
 def main(folder: Path, like: Path, out: Path) -> None:
     """Write the file, and print differences and the cache."""
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    kind = net.config.rope_parameters["rope_type"]
+    if net.config.attention_bias or kind != "default":
+        raise typer.BadParameter(f"No biases ({net.config.attention_bias}) and no rotary {kind}.")
     written(net, like, out)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1000, net.config.vocab_size, (1, TOKENS), generator=generator)

@@ -116,14 +116,14 @@ def train_gates(**settings: Any) -> Callable[[Job], dict[str, Tensor]]:
 
 
 def heal(job: Job) -> dict[str, Tensor]:
-    """What was cut; the divergences are what its losses come to."""
+    """What was cut, and its losses."""
     student, output = job.pruned("cpu"), job.output("healed")
     # in bfloat16 where devices have it, which is not the same everywhere; Muon is for such alone
     alike = {"bf16": False, "optimizer": "adamw"}
     given = {"teacher": job.model, "steps": 4, **alike, **BATCHES, **job.columns}
     healed = job("heal", student, data=job.data, output=output, **given)
-    divergences = torch.tensor([healed.before, healed.after])
-    return _tensors(output) | {"divergence": divergences}
+    losses = torch.tensor([healed.before, healed.after])
+    return _tensors(output) | {"losses": losses}
 
 
 def evaluate(job: Job) -> dict[str, Tensor]:

@@ -43,8 +43,8 @@ from headprune.training import (
 )
 
 _NO_BETTER = (
-    "Healing brought the model no nearer to its teacher on text that it was not trained on: the "
-    "result has the weights that it began with. Try more text, or a lower --learning-rate."
+    "Healing lowered no loss on text that it was not trained on: the result has the weights that "
+    "it began with. Try more text, or a lower --learning-rate."
 )
 
 
@@ -54,7 +54,8 @@ class Healed(ModelFolder):
 
     Attributes:
         pruned: The result, as of every command that writes a model.
-        before: Divergence from the teacher before, on text that chose nothing.
+        before: Loss before, on text that chose nothing: the divergence from the teacher, blended
+            with the model's own loss where that is trained too.
         after: The same of the result.
         steps: Optimiser steps.
         taken_after: Step of the weights in the result; 0 for the initial ones.
@@ -71,7 +72,7 @@ class Healed(ModelFolder):
         return {
             "steps": self.steps,
             "taken_after": self.taken_after,
-            "divergence": {"before": self.before, "after": self.after},
+            "loss": {"before": self.before, "after": self.after},
             "manifest": self.pruned.manifest.model_dump(mode="json"),
         }
 
@@ -206,9 +207,9 @@ def _trained(
         data_collator=pair.collate,
     )
     context.stage("measuring before")
-    trainer.before, before = trainer.held_out(), trainer.held_out(pair.reported)
     if config.objective is HealObjective.LM_DISTILL:
-        healed.own = own_share(trainer.before)
+        healed.own = own_share(trainer.held_out())  # of the divergence alone
+    trainer.before, before = trainer.held_out(), trainer.held_out(pair.reported)
     context.stage("healing")
     with stop_on_interrupt() as stopped:
         callback = HistoryCallback(trainer, context.step, stopped.is_set)

@@ -33,7 +33,7 @@ class HealedModel(LossModule):
         bf16: Compute in bfloat16 (autocast).
 
     Attributes:
-        own: Weight of the student's own loss against the labels in training.
+        own: Weight of the student's own loss against the labels.
     """
 
     def __init__(self, student: nn.Module, teacher: PreTrainedModel, bf16: bool) -> None:
@@ -45,18 +45,18 @@ class HealedModel(LossModule):
         self.own = 0.0
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the divergence of the student; in training blended with its own loss."""
-        inputs, own = without_labels(batch), self.own if self.training else 0.0
+        """Return the divergence of the student, blended with its own loss."""
+        inputs = without_labels(batch)
         with torch.autocast(inputs_of(batch).device.type, torch.bfloat16, enabled=self._bf16):
             with torch.no_grad():
                 wanted = self._teacher[0](**inputs)
                 reshard(self._teacher[0])  # nothing that runs backwards would
-            outputs = self.model(**(batch if own else inputs))
-        return blended(outputs, wanted, batch, self._head, own)
+            outputs = self.model(**(batch if self.own else inputs))
+        return blended(outputs, wanted, batch, self._head, self.own)
 
 
 class HealTrainer(ResumableTrainer):
-    """Trainer that measures the divergence on held-out text at its checkpoints.
+    """Trainer that measures its loss on held-out text at its checkpoints.
 
     Args:
         rows: The sequences to choose by.
@@ -83,7 +83,7 @@ class HealTrainer(ResumableTrainer):
 
     @torch.no_grad()
     def held_out(self, rows: Dataset | None = None) -> float:
-        """Return the mean divergence, of the sequences to choose by where none are given."""
+        """Return the mean loss, of the sequences to choose by where none are given."""
         self.model.eval()
         losses = [
             float(self.model(on_device(self.model, self.data_collator([row]))))

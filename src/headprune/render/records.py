@@ -43,7 +43,7 @@ def done(step: LineageStep) -> str:
     """Return a step's work in a few words."""
     work = step.done
     if isinstance(work, Healing):
-        moved = f"divergence {work.before:.4g} to {work.after:.4g}"
+        moved = f"loss {work.before:.4g} to {work.after:.4g}"
         return f"healed for {work.steps} steps to match {short_name(work.teacher)} ({moved})"
     if isinstance(work, Migration):
         return "rewritten for transformers 5"

@@ -156,7 +156,7 @@ def healed(console: Console, result: Healed) -> None:
         ("before", f"{result.before:.4f}"),
         (f"best, after {result.taken_after} of {result.steps} steps", f"{result.after:.4f}"),
     ]
-    table = Table(("divergence from the teacher, held-out text", ""), rows)
+    table = Table(("loss of healing, held-out text", ""), rows)
     show(console, [table, *written(result.pruned)])
 
 

@@ -161,7 +161,7 @@ class Healing(_Part):
         teacher: The folder or hub id of that model.
         teacher_id: Its id; None where its files are not at hand.
         steps: Optimiser steps.
-        before: Divergence from the teacher on held-out text, before.
+        before: Loss of the objective on held-out text, before.
         after: The same, of the weights that were taken.
         taken_after: Step of the weights that were kept; 0 for the initial ones.
         seed: Seed of the order of the data.
