@@ -133,13 +133,12 @@ def convert_gqa(
     if heal_steps is None or text is None:
         return converted(output)
     refuse_healing_by_layers(placement)
-    usual = HealConfig(steps=heal_steps)
     healing = build(
         HealConfig,
         steps=heal_steps,
         train=train,
         learning_rate=learning_rate,
-        seq_len=heal_seq_len or min(seq_len, usual.seq_len),
+        seq_len=heal_seq_len,
         bf16=bf16,
         out_dtype=out_dtype,
         seed=seed,

@@ -71,6 +71,5 @@ def convert_mla(
         for change in convert_mla(model, unhealed, config, text, overwrite, context).record.changes:
             context.line(change, True)
 
-    usual = HealConfig(steps=heal_steps)
-    healing = usual.model_copy(update={"seq_len": min(seq_len, usual.seq_len)})
+    healing = HealConfig(steps=heal_steps)
     return make_and_heal(make, model, text, Path(output), healing, overwrite, context)

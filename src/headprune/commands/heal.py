@@ -42,8 +42,8 @@ def heal(
     train: Annotated[
         Literal["attention", "lora", "all"], o.option("Weights to train.", panel=o.TRAINING)
     ] = "all",
-    batch_size: o.BatchSize = 4,
-    seq_len: o.TrainSeqLen = 256,
+    batch_size: o.BatchSize | None = None,
+    seq_len: o.TrainSeqLen | None = None,
     learning_rate: o.LearningRate | None = None,
     report_to: o.ReportTo = "none",
     shard: o.Shard = False,

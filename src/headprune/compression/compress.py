@@ -30,6 +30,7 @@ from headprune.config import (
     Writing,
     sequences_per_pass,
 )
+from headprune.config.stages import STEP_TOKENS
 from headprune.context import Context
 from headprune.data.read import refuse_missing_file
 from headprune.data.sentences import OF_SENTENCES
@@ -249,7 +250,7 @@ class _Compression:
         config, healing = self.config, self._healing()
         trained = 0
         if healing is not None:  # a pass over twice as much text as is needed once does no harm
-            trained = 2 * healing.steps * healing.batch_size * healing.seq_len
+            trained = 2 * healing.steps * STEP_TOKENS
         some = texts.mixed(self.texts.fit, config.calibration_tokens, trained)
         text = texts.write(some, work / "text")
         return Job(self.model, self.goal, text, config, self.context)
@@ -312,11 +313,8 @@ class _Compression:
         steps = self.config.heal_steps
         if steps is None:
             return None
-        usual = HealConfig(steps=steps)
-        length = min(usual.seq_len, self.config.seq_len)
-        return self.config.part(
-            HealConfig, steps=steps, seq_len=length, batch_size=usual.batch_size
-        )
+        length = min(STEP_TOKENS, self.config.seq_len)
+        return self.config.part(HealConfig, steps=steps, seq_len=length, batch_size=None)
 
     def _healed(
         self, proposal: Proposal, job: Job, selection: Selection, work: Path

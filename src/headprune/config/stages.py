@@ -324,6 +324,9 @@ class HealObjective(str, Enum):
     LM_DISTILL = "lm+distill"
 
 
+STEP_TOKENS = 1_024  # of healing
+
+
 class HealConfig(Settings):
     """Settings of healing: training a smaller model to match its original."""
 
@@ -331,8 +334,8 @@ class HealConfig(Settings):
     train: HealTrain = HealTrain.ALL
     objective: HealObjective = HealObjective.AUTO
     lora_rank: Few = 16
-    batch_size: Few = 4
-    seq_len: Length = 256
+    batch_size: Few | None = None  # as many as have STEP_TOKENS; 4 images, sounds, chats
+    seq_len: Length | None = None  # STEP_TOKENS, or the most that the model takes
     optimizer: HealOptimizer = HealOptimizer.AUTO
     learning_rate: Positive | None = None  # 2e-4 with muon, 1e-4 with adamw
     bf16: bool = True  # autocast, where the device has it in hardware

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from headprune import processes
 from headprune.config import (
     CalibrationConfig,
     ConvertConfig,
@@ -30,6 +31,7 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.config.data import Loss
+from headprune.config.stages import STEP_TOKENS
 from headprune.data.audio import read_recordings, recording_rows, speech_of
 from headprune.data.images import image_rows, pixels_of, read_images
 from headprune.data.read import Examples, read_examples
@@ -50,6 +52,7 @@ from headprune.model.batch import (
     SpeechProcessor,
     decoder_inputs,
     modality_of,
+    most_tokens,
     padding_id,
     usable_length,
 )
@@ -58,6 +61,7 @@ from headprune.model.refusals import refuse_without_padding, refuse_without_text
 
 _STEPS = 8  # of a pass over the text, at least
 _LOOKED_AT = 1_000  # texts whose mean length counts
+_OF_A_KIND = 4  # images, recordings or chats of a step
 _MASKED = 0.15  # share of the tokens, as BERT was trained
 
 
@@ -95,22 +99,23 @@ def batches(
     modality = modality_of(net)
     if data.loss is Loss.ANSWERS and task != "causal-lm":
         raise DataError("--loss answers is of the chats of language models: leave it out.")
+    seq_len, of_step = sizes_of_step(net, tokenizer, config)
+    need = 1 if isinstance(config, CalibrationConfig) else of_step
     if modality == "images":
-        return _of_images(objective, net, tokenizer, data, config)
+        return _of_images(objective, net, tokenizer, data, of_step, need)
     if modality == "sound":
-        return _of_recordings(objective, net, tokenizer, data, config)
+        return _of_recordings(objective, net, tokenizer, data, of_step, need)
     vocabulary = vocabulary_of(net)
     refuse_without_padding(net, task)
     examples = read_examples(data, tokenizer)
     if task in OF_SENTENCES and not running:
         examples = by_sentence(examples)
-    need = 1 if isinstance(config, CalibrationConfig) else config.batch_size
-    seq_len = usable_length(net.config, tokenizer, config.seq_len)
     if seq_len < 2 and objective is Objective.LM and task == "causal-lm":
         raise DataError("--seq-len 1: there is nothing to predict in sequences of one token.")
     packed = objective is not Objective.TASK and not examples.rows_are_documents
     if data.loss is Loss.ANSWERS:
-        return _of_answers(net, tokenizer, examples, seq_len, config)
+        of_step = config.batch_size or _OF_A_KIND * processes.count()  # some chats are short
+        return _of_answers(net, tokenizer, examples, seq_len, of_step, need)
     if task in ("causal-lm", "masked-lm") or (packed and task != "seq2seq-lm"):
         closed = task != "causal-lm"
         rows = packed_sequences(examples, tokenizer, seq_len, need, closed, vocabulary)
@@ -135,7 +140,7 @@ def batches(
                     )
             return batch
 
-        return Batches(rows, collate, config.batch_size)
+        return Batches(rows, collate, of_step)
     if task == "seq2seq-lm":
         rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
         collator: Any = pairs_of(net, tokenizer)
@@ -147,10 +152,10 @@ def batches(
         read_label = label_reader(net, examples.labels or ()) if labelled else None
         rows = tokenized_rows(examples, tokenizer, seq_len, read_label, vocabulary)
         collator = DataCollatorWithPadding(_padding(tokenizer, net))
-    _refuse_few(rows, config)
-    of_step, longest = config.batch_size, None
+    _refuse_few(rows, need)
+    longest = None
     if isinstance(config, HealConfig):
-        of_step, longest = _of_step(rows, config, seq_len, single=not data.pairs)
+        of_step, longest = _filled(rows, of_step, seq_len, single=not data.pairs)
 
     def padded(features: list[dict[str, Any]]) -> Batch:
         some = features if longest is None else [cut(row, longest) for row in features]
@@ -164,16 +169,17 @@ def _of_answers(
     tokenizer: Any,
     examples: Examples,
     seq_len: int,
-    config: TrainGatesConfig | HealConfig | CalibrationConfig,
+    of_step: int,
+    need: int,
 ) -> Batches:
     rows = answer_rows(examples, tokenizer, seq_len, vocabulary_of(net))
-    _refuse_few(rows, config)
+    _refuse_few(rows, need)
     padded = DataCollatorForSeq2Seq(_padding(tokenizer, net))
 
     def collate(features: list[dict[str, Any]]) -> Batch:
         return cast(Batch, {**padded(features), "use_cache": False})
 
-    return Batches(rows, collate, config.batch_size)
+    return Batches(rows, collate, of_step)
 
 
 def _of_images(
@@ -181,13 +187,14 @@ def _of_images(
     net: PreTrainedModel,
     processor: Any,
     data: DataConfig,
-    config: TrainGatesConfig | HealConfig | CalibrationConfig,
+    of_step: int,
+    need: int,
 ) -> Batches:
     images = read_images(data)
     labels = images.labels if objective is Objective.TASK else None
     rows = image_rows(images, net, None if labels is None else label_reader(net, labels))
-    _refuse_few(rows, config)
-    return Batches(rows, pixels_of(images, processor), config.batch_size)
+    _refuse_few(rows, need)
+    return Batches(rows, pixels_of(images, processor), of_step)
 
 
 def _of_recordings(
@@ -195,21 +202,22 @@ def _of_recordings(
     net: PreTrainedModel,
     processor: SpeechProcessor,
     data: DataConfig,
-    config: TrainGatesConfig | HealConfig | CalibrationConfig,
+    of_step: int,
+    need: int,
 ) -> Batches:
     labelled = task_of(net) in CLASSIFIERS
     recordings = read_recordings(data, labelled)
     read_label = label_reader(net, recordings.labels or ()) if labelled else None
     rows = recording_rows(recordings, net, processor, read_label)
-    _refuse_few(rows, config)
+    _refuse_few(rows, need)
     whole = objective is Objective.TASK or task_of(net) == "seq2seq-lm"
-    return Batches(rows, speech_of(recordings, net, processor, whole), config.batch_size)
+    return Batches(rows, speech_of(recordings, net, processor, whole), of_step)
 
 
-def _refuse_few(rows: Dataset, config: TrainGatesConfig | HealConfig | CalibrationConfig) -> None:
-    if len(rows) < (1 if isinstance(config, CalibrationConfig) else config.batch_size):
+def _refuse_few(rows: Dataset, need: int) -> None:
+    if len(rows) < need:
         raise DataError(
-            f"The data has {len(rows)} examples, fewer than one batch of {config.batch_size}. "
+            f"The data has {len(rows)} examples, fewer than one batch of {need}. "
             "Give more data or a smaller --batch-size."
         )
 
@@ -234,14 +242,26 @@ def _padding(tokenizer: Any, net: PreTrainedModel) -> Any:
     return padding
 
 
-def _of_step(
-    rows: Dataset, config: HealConfig, seq_len: int, single: bool
-) -> tuple[int, int | None]:
-    """Return the rows of a step, and the length to cut them to; None for uncut rows."""
-    most = max(1, len(rows) // (_STEPS * config.batch_size))
+def sizes_of_step(
+    net: PreTrainedModel,
+    tokenizer: Any,
+    config: TrainGatesConfig | HealConfig | CalibrationConfig,
+) -> tuple[int, int]:
+    """Return the tokens of a sequence, and the sequences of a step for all processes."""
+    if modality_of(net) != "text":
+        return config.seq_len or STEP_TOKENS, config.batch_size or _OF_A_KIND * processes.count()
+    most = most_tokens(net.config, tokenizer) or STEP_TOKENS
+    seq_len = usable_length(net.config, tokenizer, config.seq_len or min(most, STEP_TOKENS))
+    each = max(1, STEP_TOKENS // seq_len // processes.count())
+    return seq_len, config.batch_size or each * processes.count()
+
+
+def _filled(rows: Dataset, count: int, seq_len: int, single: bool) -> tuple[int, int | None]:
+    """Return the rows of a step, more where they are short, and the length to cut them to."""
+    most = max(1, len(rows) // (_STEPS * count))
 
     def filling(longest: int) -> int:
-        return config.batch_size * min(most, max(1, seq_len // longest))
+        return count * min(most, max(1, seq_len // longest))
 
     sides = [name for name, kind in rows.features.items() if isinstance(kind, List)]
     whole = filling(max(int(lengths(rows, column=name).max()) for name in sides))

@@ -152,7 +152,7 @@ def _checked(data: DataConfig, config: HealConfig) -> HealConfig:
     Raises:
         HeadpruneError: With the reason.
     """
-    processes.share_of(config.batch_size)
+    processes.share_of(config.batch_size or processes.count())
     if in_shards():
         refuse_sharded(config)
     refuse_missing_reporter(config.report_to)
