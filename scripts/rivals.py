@@ -319,14 +319,13 @@ def by_scores(
     """A rival of ``RIVALS``: its scores, a share of heads in all layers or of each, its remedy."""
     rival, attentions = RIVALS[name], attention_of(net)
     heads = [a.query_heads for a in attentions]
-    criterion = rival.criterion if rival.criterion != "taylor" else "fluctuation"
-    evidence = gather(
-        net, attentions, ScoreConfig(criterion=(criterion,), unit=Unit.HEAD), examples
-    )
+    evidence: Sequence[Statistics] = ()
     if rival.criterion == "taylor":
         values = torch.cat(taylor(net, attentions, examples))
     else:
-        values = scores_of(criterion, evidence, attentions, Unit.HEAD)
+        config = ScoreConfig(criterion=(rival.criterion,), unit=Unit.HEAD)
+        evidence = gather(net, attentions, config, examples)
+        values = scores_of(rival.criterion, evidence, attentions, Unit.HEAD)
     if rival.normalised:
         values = torch.cat([part / part.norm() for part in values.split(heads)])
     count = round(share * sum(heads))

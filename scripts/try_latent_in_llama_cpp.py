@@ -29,7 +29,7 @@ def main(folder: Path, like: Path, out: Path) -> None:
     net = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     kind = net.config.rope_parameters["rope_type"]
     if net.config.attention_bias or kind != "default":
-        raise typer.BadParameter(f"No biases ({net.config.attention_bias}) and no rotary {kind}.")
+        raise typer.BadParameter("Only a model without biases, with plain rotary embeddings, fits.")
     written(net, like, out)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1000, net.config.vocab_size, (1, TOKENS), generator=generator)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import BertConfig, LlamaConfig, MptConfig, T5Config
 
+from headprune import processes
 from headprune.config import (
     CalibrationConfig,
     ConvertConfig,
@@ -85,6 +86,33 @@ def test_training_cuts_sequences_with_a_word(
     ids = collate([rows[0], rows[1]])["input_ids"]
     assert ids.shape == (2, LONGEST)
     model(ids)
+
+
+@pytest.mark.parametrize(
+    ("positions", "words", "count", "sizes"),
+    [
+        (4_096, 40_000, 1, (1_024, 1)),
+        (4_096, 40_000, 2, (1_024, 2)),  # each process has one
+        (128, 40_000, 1, (128, 8)),
+        (4_096, 3_000, 1, (64, 1)),  # little text
+    ],
+)
+def test_a_step_of_healing_has_1024_tokens(
+    positions: int,
+    words: int,
+    count: int,
+    sizes: tuple[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processes, "count", lambda: count)
+    model, data = tiny.model("llama-mha"), DataConfig(source=str(tmp_path / "text.txt"))
+    model.config.max_position_embeddings = positions
+    (tmp_path / "text.txt").write_text(tiny.text(words))
+    rows, _, of_step = batches(
+        Objective.DISTILL, model, tiny.tokenizer(), data, HealConfig(steps=1)
+    )
+    assert (len(rows[0]["input_ids"]), of_step) == sizes
 
 
 def test_calibration_cuts_sequences_with_a_word(text_file: Path) -> None:

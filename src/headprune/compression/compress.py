@@ -340,7 +340,7 @@ class _Compression:
                 context=self.context,
             )
             if not healed.taken_after:
-                why = "Healing lowered no loss on held-out text: try more steps."
+                why = "Healing did not lower the loss on held-out text: try more steps."
                 selection.failed[name] = why
                 return best, None
             self.context.stage("measuring the healed model")

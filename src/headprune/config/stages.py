@@ -334,7 +334,7 @@ class HealConfig(Settings):
     train: HealTrain = HealTrain.ALL
     objective: HealObjective = HealObjective.AUTO
     lora_rank: Few = 16
-    batch_size: Few | None = None  # as many as have STEP_TOKENS; 4 images, sounds, chats
+    batch_size: Few | None = None  # as many as have STEP_TOKENS; 4 images or recordings
     seq_len: Length | None = None  # STEP_TOKENS, or the most that the model takes
     optimizer: HealOptimizer = HealOptimizer.AUTO
     learning_rate: Positive | None = None  # 2e-4 with muon, 1e-4 with adamw

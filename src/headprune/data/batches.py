@@ -61,7 +61,8 @@ from headprune.model.refusals import refuse_without_padding, refuse_without_text
 
 _STEPS = 8  # of a pass over the text, at least
 _LOOKED_AT = 1_000  # texts whose mean length counts
-_OF_A_KIND = 4  # images, recordings or chats of a step
+_EXAMPLES = 4  # images or recordings of a step
+_FEW = 32  # sequences for healing
 _MASKED = 0.15  # share of the tokens, as BERT was trained
 
 
@@ -99,8 +100,9 @@ def batches(
     modality = modality_of(net)
     if data.loss is Loss.ANSWERS and task != "causal-lm":
         raise DataError("--loss answers is of the chats of language models: leave it out.")
-    seq_len, of_step = sizes_of_step(net, tokenizer, config)
-    need = 1 if isinstance(config, CalibrationConfig) else of_step
+    seq_len, of_step = _sizes_of_step(net, tokenizer, config)
+    heals = isinstance(config, HealConfig)
+    need = 1 if isinstance(config, CalibrationConfig) or config.batch_size is None else of_step
     if modality == "images":
         return _of_images(objective, net, tokenizer, data, of_step, need)
     if modality == "sound":
@@ -114,11 +116,16 @@ def batches(
         raise DataError("--seq-len 1: there is nothing to predict in sequences of one token.")
     packed = objective is not Objective.TASK and not examples.rows_are_documents
     if data.loss is Loss.ANSWERS:
-        of_step = config.batch_size or _OF_A_KIND * processes.count()  # some chats are short
-        return _of_answers(net, tokenizer, examples, seq_len, of_step, need)
+        rows, collate = _of_answers(net, tokenizer, examples, seq_len, need)
+        if heals:
+            of_step, _ = _filled(rows, of_step, seq_len, single=False)
+        return Batches(rows, collate, of_step)
     if task in ("causal-lm", "masked-lm") or (packed and task != "seq2seq-lm"):
         closed = task != "causal-lm"
         rows = packed_sequences(examples, tokenizer, seq_len, need, closed, vocabulary)
+        if heals and config.seq_len is None and len(rows) < _FEW:
+            seq_len = max(8, seq_len * len(rows) // _FEW)  # little text makes shorter sequences
+            rows = packed_sequences(examples, tokenizer, seq_len, need, closed, vocabulary)
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)
         prefix = len(around(tokenizer).before)
@@ -140,6 +147,8 @@ def batches(
                     )
             return batch
 
+        if config.batch_size is None:
+            of_step = _at_most(of_step, rows)
         return Batches(rows, collate, of_step)
     if task == "seq2seq-lm":
         rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
@@ -154,7 +163,9 @@ def batches(
         collator = DataCollatorWithPadding(_padding(tokenizer, net))
     _refuse_few(rows, need)
     longest = None
-    if isinstance(config, HealConfig):
+    if config.batch_size is None:
+        of_step = _at_most(of_step, rows)
+    if heals:
         of_step, longest = _filled(rows, of_step, seq_len, single=not data.pairs)
 
     def padded(features: list[dict[str, Any]]) -> Batch:
@@ -169,9 +180,8 @@ def _of_answers(
     tokenizer: Any,
     examples: Examples,
     seq_len: int,
-    of_step: int,
     need: int,
-) -> Batches:
+) -> tuple[Dataset, Collate]:
     rows = answer_rows(examples, tokenizer, seq_len, vocabulary_of(net))
     _refuse_few(rows, need)
     padded = DataCollatorForSeq2Seq(_padding(tokenizer, net))
@@ -179,7 +189,7 @@ def _of_answers(
     def collate(features: list[dict[str, Any]]) -> Batch:
         return cast(Batch, {**padded(features), "use_cache": False})
 
-    return Batches(rows, collate, of_step)
+    return rows, collate
 
 
 def _of_images(
@@ -242,18 +252,24 @@ def _padding(tokenizer: Any, net: PreTrainedModel) -> Any:
     return padding
 
 
-def sizes_of_step(
+def _sizes_of_step(
     net: PreTrainedModel,
     tokenizer: Any,
     config: TrainGatesConfig | HealConfig | CalibrationConfig,
 ) -> tuple[int, int]:
     """Return the tokens of a sequence, and the sequences of a step for all processes."""
     if modality_of(net) != "text":
-        return config.seq_len or STEP_TOKENS, config.batch_size or _OF_A_KIND * processes.count()
+        return config.seq_len or STEP_TOKENS, config.batch_size or _EXAMPLES * processes.count()
     most = most_tokens(net.config, tokenizer) or STEP_TOKENS
     seq_len = usable_length(net.config, tokenizer, config.seq_len or min(most, STEP_TOKENS))
     each = max(1, STEP_TOKENS // seq_len // processes.count())
     return seq_len, config.batch_size or each * processes.count()
+
+
+def _at_most(of_step: int, rows: Dataset) -> int:
+    """Return the rows of a step, fewer where a pass would have few steps; each process has one."""
+    share = min(of_step, len(rows) // _STEPS) // processes.count()
+    return max(1, share) * processes.count()
 
 
 def _filled(rows: Dataset, count: int, seq_len: int, single: bool) -> tuple[int, int | None]:

@@ -21,7 +21,6 @@ from headprune.distillation.pair import Pair, read_pair
 from headprune.distillation.shards import probed, refuse_sharded, stored_weights
 from headprune.distillation.trainer import HealedModel, HealTrainer, merged, trainable
 from headprune.errors import HeadpruneError
-from headprune.formats.format import is_exported, read_export
 from headprune.io.outputs import claimed, place_of
 from headprune.io.shell import command
 from headprune.io.writing import beside
@@ -43,8 +42,8 @@ from headprune.training import (
 )
 
 _NO_BETTER = (
-    "Healing lowered no loss on text that it was not trained on: the result has the weights that "
-    "it began with. Try more text, or a lower --learning-rate."
+    "Healing did not lower the loss on text that it was not trained on: the result has the weights "
+    "that it began with. Try more text, or a lower --learning-rate."
 )
 
 
@@ -236,7 +235,6 @@ def _written(
 ) -> Healed:
     """Write and prove the healed model, and remove its checkpoints."""
     step, expected, edit = about["taken_after"], None, pair.edit
-    source = Path(pair.model.source)
     if in_shards():
         context.stage("probing the healed model")
         expected = probed(pair.model.net, pair.stored)
@@ -254,7 +252,7 @@ def _written(
             optimizer=config.optimizer.value,
             objective=config.objective.value,
             learning_rate=config.learning_rate,
-            start=read_export(source).changes if is_exported(source) else (),
+            conversion=pair.conversion,
             **about,
         )
         changes = Changes(healing, history=trainer.write_history(run.folder))

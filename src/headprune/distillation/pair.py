@@ -16,17 +16,20 @@ from headprune.data.batches import batches
 from headprune.data.text import Collate, split
 from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.errors import DataError, HeadpruneError
+from headprune.formats.format import read_export
+from headprune.io.ownership import EXPORTED
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 from headprune.model.open import Model, open_model, read_model
 from headprune.model.placement import placed, reshard
 from headprune.model.refusals import refuse_without_text
-from headprune.model.stored import StoredDtypes
+from headprune.model.stored import StoredDtypes, find_file
 from headprune.placements import in_shards
 from headprune.result.prune import whole
 from headprune.result.write import refuse_unprovable
 from headprune.surgery.edit import Edit
 
 HELD_OUT = 16  # sequences to choose by, and as many to report of
+_LEARNT = 4_096  # tokens of them that are enough
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Pair:
         reported: Sequences to report of.
         collate: Makes a batch.
         of_step: Sequences per step.
+        conversion: Changes of the export that wrote the student, a sentence each.
         bf16: Compute in bfloat16 (autocast).
     """
 
@@ -57,6 +61,7 @@ class Pair:
     reported: Dataset
     collate: Collate
     of_step: int
+    conversion: tuple[str, ...]
     bf16: bool
 
 
@@ -74,6 +79,8 @@ def read_pair(
     """
     bf16 = config.bf16 and devices.computes_bfloat16()
     original = read_model(teacher, torch.bfloat16 if bf16 else torch.float32, context.allowed)
+    record = find_file(model, EXPORTED)
+    conversion = () if record is None else read_export(record.parent).changes
     context.stage("loading both models")
     frozen = bf16 and config.train is HealTrain.LORA
     dtype = Dtype.AUTO if frozen else Dtype.FLOAT32
@@ -93,7 +100,7 @@ def read_pair(
         Objective.DISTILL, student.net, student.tokenizer, data, config
     )
     parts = _split(rows, of_step)
-    return Pair(student, matched, teacher, edit, stored, *parts, collate, of_step, bf16)
+    return Pair(student, matched, teacher, edit, stored, *parts, collate, of_step, conversion, bf16)
 
 
 def _refuse_mismatch(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
@@ -125,11 +132,12 @@ def _sizes(net: PreTrainedModel) -> str:
 
 def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset, Dataset]:
     """Hold out a few rows to choose by and as many to report of, evenly over all texts."""
-    count = min(HELD_OUT, len(rows) // 8)
+    length = len(rows[0].get("input_ids", ())) or _LEARNT
+    count = min(HELD_OUT, max(8, _LEARNT // length), len(rows) // 8)
     if len(rows) - 2 * count < batch_size or not count:
         raise DataError(
             f"The text makes {len(rows)} rows, too few to train in batches of {batch_size} and "
-            "hold some out. Give more text, or a smaller --seq-len."
+            "hold some out. Give more text, or a smaller --seq-len or --batch-size."
         )
     fit, choose, report = map(rows.select, split(len(rows), len(rows) - 2 * count))
     return fit, choose, report

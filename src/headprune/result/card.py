@@ -42,8 +42,8 @@ def card(folder: Path, title: str, plan: Plan, manifest: Manifest, sections: str
     served = [Code(line, title=name) for name, line in serving(manifest, Path(title))]
     before: list[Block] = [Paragraph(records.what(manifest)), records.sizes(manifest.steps)]
     for step in manifest.steps:
-        if isinstance(step.done, Healing) and step.done.start:
-            before.append(Section("Before healing", [Paragraph(each) for each in step.done.start]))
+        if isinstance(step.done, Healing) and step.done.conversion:
+            before.append(Section("Converted before", list(map(Paragraph, step.done.conversion))))
     if manifest.choice is not None:
         before.append(Section("Chosen", records.chosen(manifest.choice)))
     stored = Paragraph(records.stored(manifest.shape, manifest.uneven, manifest.brings_code))

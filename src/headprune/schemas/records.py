@@ -168,7 +168,7 @@ class Healing(_Part):
         optimizer: Name of the optimiser.
         objective: Their loss.
         learning_rate: The highest.
-        start: Changes of the export that it began with, as of convert-mla, a sentence each.
+        conversion: Changes of the export that it began with, as of convert-mla, a sentence each.
     """
 
     kind: Literal["healing"] = "healing"
@@ -182,7 +182,7 @@ class Healing(_Part):
     optimizer: str
     objective: str
     learning_rate: Finite
-    start: tuple[str, ...] = ()
+    conversion: tuple[str, ...] = ()
 
 
 class Migration(_Part):
