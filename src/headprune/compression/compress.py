@@ -313,7 +313,7 @@ class _Compression:
         steps = self.config.heal_steps
         if steps is None:
             return None
-        length = min(STEP_TOKENS, self.config.seq_len)
+        length = self.config.seq_len if self.config.seq_len < STEP_TOKENS else None
         return self.config.part(HealConfig, steps=steps, seq_len=length, batch_size=None)
 
     def _healed(
