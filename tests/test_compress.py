@@ -454,9 +454,8 @@ def test_a_metric_that_cannot_choose_is_refused(data: list[Path], tmp_path: Path
 @pytest.mark.parametrize(
     ("goal", "kept"),
     slow_unless(
-        lambda goal, _: goal.keys() == {"kv_budget"},
+        lambda goal, _: goal.keys() == {"max_kv_bytes"},
         [
-            ({"kv_budget": 0.5}, lambda c: c.kv_heads * 2 <= 12),
             ({"max_params": 72_000}, lambda c: c.parameters <= 72_000),
             ({"max_kv_bytes": 700}, lambda c: c.kv_cache_bytes_per_token <= 700),
             ({"min_speedup": 1.01}, lambda c: c.query_heads < 24),
@@ -511,7 +510,7 @@ def test_what_is_asked_for_wrongly_ends_in_a_sentence(
     out = tmp_path / "out"
     for wrong, message in [
         ({}, "exactly one of --keep"),
-        ({"keep": 0.5, "kv_budget": 0.5}, "exactly one of --keep"),
+        ({"keep": 0.5, "max_params": 72_000}, "exactly one of --keep"),
         ({"max_params": 10}, r"--max-params 10: without any head, [\d,]+ are left"),
         ({"max_kv_bytes": 10}, "--max-kv-bytes 10"),
         (

@@ -14,11 +14,13 @@ import yaml
 
 import headprune
 from headprune.commands.command import all_commands
+from headprune.config.base import flag
 from headprune.evaluation.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 WALKS = ("family", "criterion", "merge", "metric", "command")
+OF_OTHERS = {"--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--compilation-config"}
 
 
 @pytest.fixture
@@ -92,6 +94,33 @@ def nav_pages(entries: list[object]) -> set[str]:
         below = next(iter(entry.values())) if isinstance(entry, dict) else entry
         pages |= nav_pages(below) if isinstance(below, list) else {str(below)}
     return pages
+
+
+def unknown_options(page: str) -> list[str]:
+    """Options in the sentences of a page that its commands do not have."""
+    options = {c.name: {flag(name) for name in c.options()} for c in all_commands().values()}
+    blocks, text = re.findall(r"```.*?```", page, re.DOTALL), re.sub(r"(?s)```.*?```", "", page)
+    run = set(re.findall(r"headprune ([a-z-]+)", " ".join(blocks))) & options.keys()
+    every = set().union(OF_OTHERS, {"--config", "--json"}, *(options[name] for name in run))
+    unknown = []
+    for code in re.findall(r"`([^`\n]+)`", text):
+        words = code.removeprefix("headprune ").split()
+        if words[0] in options or (run and words[0].startswith("--")):
+            own = options.get(words[0], every) | {"--config", "--json"}
+            flags = [word.partition("=")[0] for word in words if re.match("--[a-z]", word)]
+            unknown += [code for name in flags if name not in own]
+    return unknown
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "guides").glob("*.md")), ids=lambda page: page.stem)
+def test_guides_name_options_of_their_commands(page: Path) -> None:
+    assert unknown_options(page.read_text(encoding="utf-8")) == []
+
+
+def test_an_option_of_another_command_is_noticed() -> None:
+    page = "```bash\nheadprune compress M OUT --keep 0.5\n```\n`--keep` and `--kv-budget 0.5`"
+    assert unknown_options(f"{page}, `prune --layout ragged`") == ["--kv-budget 0.5"]
+    assert unknown_options("`convert-gqa --layout uniform`") == ["convert-gqa --layout uniform"]
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -94,7 +94,7 @@ def test_training_cuts_sequences_with_a_word(
         (4_096, 40_000, 1, (1_024, 1)),
         (4_096, 40_000, 2, (1_024, 2)),  # each process has one
         (128, 40_000, 1, (128, 8)),
-        (4_096, 3_000, 1, (64, 1)),  # little text
+        (4_096, 3_000, 1, (64, 5)),  # little text
     ],
 )
 def test_a_step_of_healing_has_1024_tokens(

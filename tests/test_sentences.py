@@ -109,7 +109,7 @@ def _step(case: str, folder: Path, lengths: list[int], **settings: Any) -> Batch
     rows = [{"text": tiny.text(n, seed=at)} for at, n in enumerate(lengths)]
     rows = [row | ({"second": tiny.text(9)} if pair else {}) for row in rows]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = HealConfig(steps=1, batch_size=2, **settings)
+    config = HealConfig(steps=1, **settings)
     data = DataConfig(source=str(file), text_column="text,second" if pair else "text")
     net = tiny.model(case)
     objective = Objective.LM if pair else Objective.DISTILL
@@ -117,24 +117,30 @@ def _step(case: str, folder: Path, lengths: list[int], **settings: Any) -> Batch
 
 
 def test_a_step_of_short_texts_has_the_tokens_of_one_of_long_ones(tmp_path: Path) -> None:
-    found = _step("bert-base", tmp_path, [4] * 400, seq_len=64)
-    assert found.of_step == 2 * (64 // len(found.rows[0]["input_ids"])) > 2
-    assert found.collate(list(found.rows.select(range(found.of_step))))["input_ids"].numel() <= 128
-    assert _step("bert-base", tmp_path, [40] * 200, seq_len=64).of_step == 2
-    assert _step("gpt2", tmp_path, [4] * 200, seq_len=64).of_step == 2  # packed into windows
+    found = _step("bert-base", tmp_path, [4] * 4_000)
+    assert found.of_step == 1_024 // len(found.rows[0]["input_ids"]) > 100
+    assert (
+        found.collate(list(found.rows.select(range(found.of_step))))["input_ids"].numel() <= 1_024
+    )
+    assert (
+        _step("bert-base", tmp_path, [4] * 400).of_step == 50
+    )  # an eighth: a pass has eight steps
+    assert _step("bert-base", tmp_path, [4] * 400, batch_size=3).of_step == 3
+    assert _step("t5", tmp_path, [4] * 99 + [400], seq_len=512).of_step == 4  # at least
+    assert _step("gpt2", tmp_path, [4] * 4_000, seq_len=64).of_step == 16  # packed into windows
 
 
 def test_one_long_text_pads_no_step(tmp_path: Path) -> None:
-    found = _step("bert-base", tmp_path, [4] * 199 + [60], seq_len=64)
-    last = found.rows[199]["input_ids"]
-    batch = found.collate([found.rows[0], found.rows[199]])["input_ids"]
+    found = _step("bert-base", tmp_path, [4] * 1_999 + [60], seq_len=64)
+    last = found.rows[1_999]["input_ids"]
+    batch = found.collate([found.rows[0], found.rows[1_999]])["input_ids"]
     assert len(last) == 60 and batch.shape[1] < 12
     assert batch[1, -1] == last[-1]
 
 
 def test_pairs_are_as_long_as_their_longer_side(tmp_path: Path) -> None:
-    found = _step("t5", tmp_path, [4] * 200, seq_len=64)
-    assert found.of_step == 2 * (64 // len(found.rows[0]["labels"]))
+    found = _step("t5", tmp_path, [4] * 2_000)
+    assert found.of_step == 1_024 // len(found.rows[0]["labels"])
     batch = found.collate([found.rows[at] for at in range(2)])
     assert batch["labels"].shape[1] > batch["input_ids"].shape[1]
 

@@ -34,6 +34,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import headprune
+from headprune.distillation.heal import Healed
 from headprune.family import FAMILIES, vision_language
 from headprune.model.batch import _TASKS
 
@@ -344,6 +346,13 @@ def untied(built: PreTrainedModel) -> PreTrainedModel:
     apart = type(built)(built.config)
     apart.load_state_dict(built.state_dict())
     return apart
+
+
+def healed(model: Path, teacher: Path, output: Path, data: Path, **settings: Any) -> Healed:
+    """Heals in a few large steps, in batches of the default size."""
+    fast = {"steps": 12, "optimizer": "adamw", "learning_rate": 1e-3}
+    result: Healed = headprune.heal(model, output, teacher=teacher, data=data, **fast | settings)
+    return result
 
 
 def save(built: PreTrainedModel, folder: Path) -> Path:

@@ -59,9 +59,7 @@ _CHECK = f"check llama --data text.txt {MEASURING}"
 _ANY = "--config allow_other=true --config allow_dirty=true"
 _BASELINE = f"{_CHECK} --baseline out.json --update-baseline {_ANY}"
 _SCORE = f"score llama --data text.txt {SCORING} out"
-_COMPRESS = (
-    f"compress llama --data text.txt --config kv_budget=0.5 {SCORING} --config held_out_tokens=64"
-)
+_COMPRESS = f"compress llama --data text.txt --keep 0.5 {SCORING} --config held_out_tokens=64"
 _EVALUATE = f"evaluate llama --data text.txt --no-speed {MEASURING} out.json"
 
 JOBS: dict[str, Job] = {

@@ -14,7 +14,7 @@ from headprune.commands.command import command
 from headprune.commands.convert_gqa import refuse_healing_by_layers
 from headprune.commands.listing import Panel
 from headprune.config import CompressConfig, DataConfig, Resuming, build, data_configs, domains
-from headprune.config.values import Count, Few, Length, Seed, Share, Tokens, listed
+from headprune.config.values import Count, Few, Length, Seed, Tokens, listed
 from headprune.context import Context
 from headprune.errors import HeadpruneError
 
@@ -90,7 +90,6 @@ def compress(
     dry_run: o.DryRun = False,
     overwrite: o.Overwrite = False,
     resume: o.Resume = False,
-    kv_budget: Share | None = None,
     calibration_tokens: Tokens = 16_384,
     seq_len: Length = 2_048,
     held_out_tokens: Count = 16_384,
@@ -118,7 +117,6 @@ def compress(
         build(
             CompressConfig,
             keep=share,
-            kv_budget=kv_budget,
             max_params=max_params,
             max_kv_bytes=max_kv_bytes,
             min_speedup=min_speedup,

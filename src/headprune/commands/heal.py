@@ -43,7 +43,10 @@ def heal(
         Literal["attention", "lora", "all"], o.option("Weights to train.", panel=o.TRAINING)
     ] = "all",
     batch_size: Annotated[
-        Few, o.option("Sequences per step, of all processes; 1,024 tokens.", panel=o.TRAINING)
+        Few,
+        o.option(
+            "Sequences per step, of all processes; the default has 1,024 tokens.", panel=o.TRAINING
+        ),
     ]
     | None = None,
     seq_len: Annotated[

@@ -189,6 +189,7 @@ class _Compression:
         self.judged = min(read, _JUDGED)
         if task in _OF_RUNNING_TEXT:
             read = min(read, max(2, config.calibration_tokens // _SEQUENCES))
+        self.heal_seq_len = config.seq_len if config.seq_len < STEP_TOKENS else None
         self.config = config.model_copy(update={"seq_len": read})
         self.most = most if task == "causal-lm" else None
         self.texts = texts.read(data or texts.shipped(), self.model.tokenizer)
@@ -313,8 +314,7 @@ class _Compression:
         steps = self.config.heal_steps
         if steps is None:
             return None
-        length = self.config.seq_len if self.config.seq_len < STEP_TOKENS else None
-        return self.config.part(HealConfig, steps=steps, seq_len=length, batch_size=None)
+        return self.config.part(HealConfig, steps=steps, seq_len=self.heal_seq_len, batch_size=None)
 
     def _healed(
         self, proposal: Proposal, job: Job, selection: Selection, work: Path

@@ -66,7 +66,7 @@ def goal_of(
     heads, kv_heads = sum(a.query_heads for a in attentions), sum(a.kv_heads for a in attentions)
     if not heads:
         raise PlanError("The model has no heads left, so there is nothing to compress.")
-    if 1 in (config.keep, config.kv_budget, config.min_speedup):
+    if 1 in (config.keep, config.min_speedup):
         raise PlanError("The goal is 1, which the model meets as it is: there is nothing to do.")
     grouped = kv_heads < heads
     whole = Unit.KV_GROUP if grouped else Unit.HEAD
@@ -87,15 +87,10 @@ def goal_of(
     if config.min_speedup is not None:
         budget = config.part(BudgetConfig)
         return SizeGoal(f"prefill {config.min_speedup:g} times as fast", budget, (whole,), None)
-    if config.kv_budget is not None:
-        share, saved = config.kv_budget, "KV heads"
-    else:
-        assert config.keep is not None  # one goal is set
-        share, saved = config.keep, "KV heads, as queries share them" if grouped else "heads"
-    merged = share if grouped or config.kv_budget is not None else None
-    said = f"{share:.4g} of the {saved}"
-    budget = config.part(BudgetConfig, keep=float(share))
-    return SizeGoal(said, budget, (whole,), merged)
+    assert config.keep is not None  # one goal is set
+    said = f"{config.keep:.4g} of the {'KV heads, as queries share them' if grouped else 'heads'}"
+    budget = config.part(BudgetConfig)
+    return SizeGoal(said, budget, (whole,), config.keep if grouped else None)
 
 
 def _refuse_out_of_reach(name: str, asked: int, least: float, present: float) -> None:

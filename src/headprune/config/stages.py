@@ -192,7 +192,6 @@ class CompressConfig(CalibrationConfig):
 
     targets: Targets = ()
     keep: Share | None = None
-    kv_budget: Share | None = None
     max_params: Count | None = None
     max_kv_bytes: Amount | None = None
     min_speedup: Speedup | None = None
@@ -206,7 +205,7 @@ class CompressConfig(CalibrationConfig):
 
     @model_validator(mode="after")
     def _one_goal(self) -> CompressConfig:
-        _exactly_one(self, "keep", "kv_budget", "max_params", "max_kv_bytes", "min_speedup")
+        _exactly_one(self, "keep", "max_params", "max_kv_bytes", "min_speedup")
         return self
 
 
@@ -334,7 +333,7 @@ class HealConfig(Settings):
     train: HealTrain = HealTrain.ALL
     objective: HealObjective = HealObjective.AUTO
     lora_rank: Few = 16
-    batch_size: Few | None = None  # as many as have STEP_TOKENS; 4 images or recordings
+    batch_size: Few | None = None  # as many as have STEP_TOKENS; of examples at least 4
     seq_len: Length | None = None  # STEP_TOKENS, or the most that the model takes
     optimizer: HealOptimizer = HealOptimizer.AUTO
     learning_rate: Positive | None = None  # 2e-4 with muon, 1e-4 with adamw

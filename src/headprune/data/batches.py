@@ -61,8 +61,8 @@ from headprune.model.refusals import refuse_without_padding, refuse_without_text
 
 _STEPS = 8  # of a pass over the text, at least
 _LOOKED_AT = 1_000  # texts whose mean length counts
-_EXAMPLES = 4  # images or recordings of a step
-_FEW = 32  # sequences for healing
+_EXAMPLES = 4  # of a step of healing, at least
+_FEW = 32  # sequences for healing; little text makes shorter ones
 _MASKED = 0.15  # share of the tokens, as BERT was trained
 
 
@@ -72,7 +72,7 @@ class Batches(NamedTuple):
     Attributes:
         rows: Its rows.
         collate: Make a batch of rows.
-        of_step: Rows per step of healing: ``batch_size``, or more short ones with no more tokens.
+        of_step: Rows per step, of all processes.
     """
 
     rows: Dataset
@@ -100,13 +100,13 @@ def batches(
     modality = modality_of(net)
     if data.loss is Loss.ANSWERS and task != "causal-lm":
         raise DataError("--loss answers is of the chats of language models: leave it out.")
-    seq_len, of_step = _sizes_of_step(net, tokenizer, config)
-    heals = isinstance(config, HealConfig)
-    need = 1 if isinstance(config, CalibrationConfig) or config.batch_size is None else of_step
-    if modality == "images":
-        return _of_images(objective, net, tokenizer, data, of_step, need)
-    if modality == "sound":
-        return _of_recordings(objective, net, tokenizer, data, of_step, need)
+    need = config.batch_size if isinstance(config, TrainGatesConfig) else 1
+    if modality != "text":
+        read = _of_images if modality == "images" else _of_recordings
+        of_step = config.batch_size or _EXAMPLES * processes.count()
+        return Batches(*read(objective, net, tokenizer, data, need), of_step)
+    most = most_tokens(net.config, tokenizer) or STEP_TOKENS
+    seq_len = usable_length(net.config, tokenizer, config.seq_len or min(most, STEP_TOKENS))
     vocabulary = vocabulary_of(net)
     refuse_without_padding(net, task)
     examples = read_examples(data, tokenizer)
@@ -117,14 +117,12 @@ def batches(
     packed = objective is not Objective.TASK and not examples.rows_are_documents
     if data.loss is Loss.ANSWERS:
         rows, collate = _of_answers(net, tokenizer, examples, seq_len, need)
-        if heals:
-            of_step, _ = _filled(rows, of_step, seq_len, single=False)
-        return Batches(rows, collate, of_step)
+        return Batches(rows, collate, config.batch_size or _filled(rows, single=False)[0])
     if task in ("causal-lm", "masked-lm") or (packed and task != "seq2seq-lm"):
         closed = task != "causal-lm"
         rows = packed_sequences(examples, tokenizer, seq_len, need, closed, vocabulary)
-        if heals and config.seq_len is None and len(rows) < _FEW:
-            seq_len = max(8, seq_len * len(rows) // _FEW)  # little text makes shorter sequences
+        if config.seq_len is None and len(rows) < _FEW:
+            seq_len = max(8, seq_len * len(rows) // _FEW)
             rows = packed_sequences(examples, tokenizer, seq_len, need, closed, vocabulary)
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)
@@ -147,9 +145,7 @@ def batches(
                     )
             return batch
 
-        if config.batch_size is None:
-            of_step = _at_most(of_step, rows)
-        return Batches(rows, collate, of_step)
+        return Batches(rows, collate, config.batch_size or _of_step(rows, seq_len))
     if task == "seq2seq-lm":
         rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
         collator: Any = pairs_of(net, tokenizer)
@@ -162,11 +158,9 @@ def batches(
         rows = tokenized_rows(examples, tokenizer, seq_len, read_label, vocabulary)
         collator = DataCollatorWithPadding(_padding(tokenizer, net))
     _refuse_few(rows, need)
-    longest = None
-    if config.batch_size is None:
-        of_step = _at_most(of_step, rows)
-    if heals:
-        of_step, longest = _filled(rows, of_step, seq_len, single=not data.pairs)
+    of_step, longest = (
+        (config.batch_size, None) if config.batch_size else _filled(rows, single=not data.pairs)
+    )
 
     def padded(features: list[dict[str, Any]]) -> Batch:
         some = features if longest is None else [cut(row, longest) for row in features]
@@ -197,14 +191,13 @@ def _of_images(
     net: PreTrainedModel,
     processor: Any,
     data: DataConfig,
-    of_step: int,
     need: int,
-) -> Batches:
+) -> tuple[Dataset, Collate]:
     images = read_images(data)
     labels = images.labels if objective is Objective.TASK else None
     rows = image_rows(images, net, None if labels is None else label_reader(net, labels))
     _refuse_few(rows, need)
-    return Batches(rows, pixels_of(images, processor), of_step)
+    return rows, pixels_of(images, processor)
 
 
 def _of_recordings(
@@ -212,16 +205,15 @@ def _of_recordings(
     net: PreTrainedModel,
     processor: SpeechProcessor,
     data: DataConfig,
-    of_step: int,
     need: int,
-) -> Batches:
+) -> tuple[Dataset, Collate]:
     labelled = task_of(net) in CLASSIFIERS
     recordings = read_recordings(data, labelled)
     read_label = label_reader(net, recordings.labels or ()) if labelled else None
     rows = recording_rows(recordings, net, processor, read_label)
     _refuse_few(rows, need)
     whole = objective is Objective.TASK or task_of(net) == "seq2seq-lm"
-    return Batches(rows, speech_of(recordings, net, processor, whole), of_step)
+    return rows, speech_of(recordings, net, processor, whole)
 
 
 def _refuse_few(rows: Dataset, need: int) -> None:
@@ -252,39 +244,22 @@ def _padding(tokenizer: Any, net: PreTrainedModel) -> Any:
     return padding
 
 
-def _sizes_of_step(
-    net: PreTrainedModel,
-    tokenizer: Any,
-    config: TrainGatesConfig | HealConfig | CalibrationConfig,
-) -> tuple[int, int]:
-    """Return the tokens of a sequence, and the sequences of a step for all processes."""
-    if modality_of(net) != "text":
-        return config.seq_len or STEP_TOKENS, config.batch_size or _EXAMPLES * processes.count()
-    most = most_tokens(net.config, tokenizer) or STEP_TOKENS
-    seq_len = usable_length(net.config, tokenizer, config.seq_len or min(most, STEP_TOKENS))
-    each = max(1, STEP_TOKENS // seq_len // processes.count())
-    return seq_len, config.batch_size or each * processes.count()
+def _of_step(rows: Dataset, longest: int, least: int = 1) -> int:
+    """Return how many rows of a length have ``STEP_TOKENS``; each process has ``least``.
+
+    They are fewer where a pass would have few steps.
+    """
+    each = max(least, STEP_TOKENS // longest // processes.count())
+    return max(1, min(each, len(rows) // _STEPS // processes.count())) * processes.count()
 
 
-def _at_most(of_step: int, rows: Dataset) -> int:
-    """Return the rows of a step, fewer where a pass would have few steps; each process has one."""
-    share = min(of_step, len(rows) // _STEPS) // processes.count()
-    return max(1, share) * processes.count()
-
-
-def _filled(rows: Dataset, count: int, seq_len: int, single: bool) -> tuple[int, int | None]:
-    """Return the rows of a step, more where they are short, and the length to cut them to."""
-    most = max(1, len(rows) // (_STEPS * count))
-
-    def filling(longest: int) -> int:
-        return count * min(most, max(1, seq_len // longest))
-
+def _filled(rows: Dataset, single: bool) -> tuple[int, int | None]:
+    """Return the examples of a step, and the length to cut those to that are much longer."""
     sides = [name for name, kind in rows.features.items() if isinstance(kind, List)]
-    whole = filling(max(int(lengths(rows, column=name).max()) for name in sides))
+    whole = _of_step(rows, max(int(lengths(rows, column=n).max()) for n in sides), _EXAMPLES)
     longest = longest_of(rows)
-    if single and filling(longest) > whole:
-        return filling(longest), longest
-    return whole, None
+    more = _of_step(rows, longest, _EXAMPLES)
+    return (more, longest) if single and more > whole else (whole, None)
 
 
 def calibration(

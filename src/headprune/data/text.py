@@ -43,7 +43,7 @@ def split(total: int, fit: int, held_out: int | None = None) -> Split:
 
     - Calibration fits on its budget of tokens, and holds out one row in four besides, an eighth
       for each part. A text that the budget takes as a whole has none to hold out.
-    - Training holds out 16 rows for each part, of short texts an eighth.
+    - Healing holds out 8 to 16 rows for each part, of short texts an eighth.
     - ``compress`` holds out an eighth of the documents or blocks; of fewer than eight, none.
 
     Args:

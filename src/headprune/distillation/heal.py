@@ -56,6 +56,7 @@ class Healed(ModelFolder):
         before: Loss before, on text that chose nothing: the divergence from the teacher, blended
             with the model's own loss where that is trained too.
         after: The same of the result.
+        own_share: Weight of the model's own loss.
         steps: Optimiser steps.
         taken_after: Step of the weights in the result; 0 for the initial ones.
     """
@@ -63,6 +64,7 @@ class Healed(ModelFolder):
     pruned: Pruned
     before: float
     after: float
+    own_share: float
     steps: int
     taken_after: int
 
@@ -71,7 +73,7 @@ class Healed(ModelFolder):
         return {
             "steps": self.steps,
             "taken_after": self.taken_after,
-            "loss": {"before": self.before, "after": self.after},
+            "loss": {"before": self.before, "after": self.after, "own_share": self.own_share},
             "manifest": self.pruned.manifest.model_dump(mode="json"),
         }
 
@@ -221,7 +223,8 @@ def _trained(
     else:
         pair.model.release()  # trained by now; it is read anew
     steps = trainer.state.global_step
-    return trainer, {"steps": steps, "before": before, "after": after, "taken_after": step}
+    of_loss = {"before": before, "after": after, "own_share": healed.own}
+    return trainer, {"steps": steps, "taken_after": step, **of_loss}
 
 
 def _written(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from headprune import devices
 from headprune.config import DataConfig, Dtype, HealConfig, HealTrain, Objective
 from headprune.context import Context
 from headprune.data.batches import batches
-from headprune.data.text import Collate, split
+from headprune.data.text import Collate, lengths, split
 from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.errors import DataError, HeadpruneError
 from headprune.formats.format import read_export
@@ -28,8 +29,8 @@ from headprune.result.prune import whole
 from headprune.result.write import refuse_unprovable
 from headprune.surgery.edit import Edit
 
-HELD_OUT = 16  # sequences to choose by, and as many to report of
-_LEARNT = 4_096  # tokens of them that are enough
+HELD_OUT = 16  # rows to choose by, and as many to report of
+_ENOUGH = 8, 4_096  # of them: rows with at least as many tokens
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def read_pair(
     """
     bf16 = config.bf16 and devices.computes_bfloat16()
     original = read_model(teacher, torch.bfloat16 if bf16 else torch.float32, context.allowed)
-    record = find_file(model, EXPORTED)
+    record = find_file(model, EXPORTED, ask=True)
     conversion = () if record is None else read_export(record.parent).changes
     context.stage("loading both models")
     frozen = bf16 and config.train is HealTrain.LORA
@@ -132,12 +133,13 @@ def _sizes(net: PreTrainedModel) -> str:
 
 def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset, Dataset]:
     """Hold out a few rows to choose by and as many to report of, evenly over all texts."""
-    length = len(rows[0].get("input_ids", ())) or _LEARNT
-    count = min(HELD_OUT, max(8, _LEARNT // length), len(rows) // 8)
+    enough = max(_ENOUGH[0], math.ceil(_ENOUGH[1] / lengths(rows).mean()))
+    count = min(HELD_OUT, enough, len(rows) // 8)
     if len(rows) - 2 * count < batch_size or not count:
         raise DataError(
-            f"The text makes {len(rows)} rows, too few to train in batches of {batch_size} and "
-            "hold some out. Give more text, or a smaller --seq-len or --batch-size."
+            f"The data makes {len(rows)} rows, too few to train in batches of {batch_size} and "
+            "hold an eighth out to choose by, and an eighth to report of. Give more data, or "
+            "shorter sequences or smaller batches."
         )
     fit, choose, report = map(rows.select, split(len(rows), len(rows) - 2 * count))
     return fit, choose, report

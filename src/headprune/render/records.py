@@ -44,6 +44,8 @@ def done(step: LineageStep) -> str:
     work = step.done
     if isinstance(work, Healing):
         moved = f"loss {work.before:.4g} to {work.after:.4g}"
+        if work.own_share:
+            moved += f", {work.own_share:.0%} of it the model's own"
         return f"healed for {work.steps} steps to match {short_name(work.teacher)} ({moved})"
     if isinstance(work, Migration):
         return "rewritten for transformers 5"

@@ -163,10 +163,12 @@ class Healing(_Part):
         steps: Optimiser steps.
         before: Loss of the objective on held-out text, before.
         after: The same, of the weights that were taken.
+        own_share: Weight of the model's own loss in it; the divergence from the teacher has the
+            rest.
         taken_after: Step of the weights that were kept; 0 for the initial ones.
         seed: Seed of the order of the data.
         optimizer: Name of the optimiser.
-        objective: Their loss.
+        objective: Name of the loss.
         learning_rate: The highest.
         conversion: Changes of the export that it began with, as of convert-mla, a sentence each.
     """
@@ -177,6 +179,7 @@ class Healing(_Part):
     steps: Count
     before: Finite
     after: Finite
+    own_share: Finite
     taken_after: Count
     seed: Count
     optimizer: str
