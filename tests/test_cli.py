@@ -257,7 +257,7 @@ def test_bad_targets(
         (["--target-heads", "7"], "A count of 7 cannot be kept exactly"),
         (["--target-heads", "7"], "nearest counts are 6 and 8"),
         (["--target-heads", "many"], "give a share such as 0.75"),
-        ([], "exactly one of --target-heads and --l0-penalty"),
+        ([], "exactly one of --target-heads and l0_penalty"),
         (["--target-heads", "0.5", "--config", "l0_penalty=1"], "exactly one of"),
         (
             ["--target-heads", "0.5", "--config", "temperature=0"],

@@ -15,7 +15,7 @@ import yaml
 
 import headprune
 from headprune import command_line
-from headprune.commands.command import all_commands
+from headprune.commands.command import all_commands, named
 from headprune.config import stages
 from headprune.config.base import flag
 from headprune.context import Context
@@ -177,6 +177,14 @@ def test_wrong_values_from_python_are_told_in_a_sentence() -> None:
         headprune.train_gates("m", Path("o"), data="d")
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
         headprune.inspect("m", nonsense=1)  # type: ignore[call-arg]  # on purpose
+
+
+def test_errors_name_settings_as_the_command_takes_them() -> None:
+    said = "{}, a smaller {} or --keep 0.5; see 'headprune score M --seq-len 8'."
+    elsewhere = said.format("Give --text-column SOURCE,TARGET", "--seq-len")
+    here = said.format("Give --config text_column=SOURCE,TARGET", "seq_len")
+    assert named("compress").respell(elsewhere) == here
+    assert named("score").respell(elsewhere) == elsewhere
 
 
 def test_python_is_told_what_happens(tmp_path: Path) -> None:

@@ -204,6 +204,7 @@ def _run(command: Command, values: dict[str, Any], as_json: bool) -> None:
         with terminal.context() as running:
             result = command.run(**values, context=running)
     except HeadpruneError as error:
+        error.args = (command.respell(str(error)),)
         command.notify(error, values, terminal.show_command)
         raise
     terminal.warn(command.warnings(result))

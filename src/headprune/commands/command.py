@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import json
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -131,6 +132,18 @@ class Command:
     def spell(self, name: str) -> str:
         """Spell a parameter as users give it."""
         return flag(name) if name in self.options() else name
+
+    def respell(self, message: str) -> str:
+        """Name expert settings, which are options of other commands, as this command takes them."""
+        settings = {flag(name): name for name in self.parameters() if name not in self.options()}
+
+        def spelled(found: re.Match[str]) -> str:
+            option, value = found.groups(default="")
+            if option not in settings:  # another's, or a whole command
+                return found[0]
+            return f"--config {settings[option]}={value[1:]}" if value else settings[option]
+
+        return re.sub(r"headprune [a-z][^']*|(--[a-z0-9-]+)( [A-Z0-9][^ ;]*)?", spelled, message)
 
 
 COMMANDS: dict[str, Command] = {}  # of the imported modules
