@@ -407,7 +407,7 @@ def _refuse_unfit(task: str, data: Sequence[DataConfig], metric: str | None) -> 
         )
     if task == "seq2seq-lm" and not (data and all(one.pairs for one in data)):
         raise DataError(
-            "An encoder-decoder is compressed on pairs: give --data with text_column "
+            "An encoder-decoder is compressed on pairs: give --data and --text-column "
             "SOURCE,TARGET (CSV, TSV, JSONL or parquet)."
         )
     if task in UNMEASURED:
