@@ -119,12 +119,9 @@ def _step(case: str, folder: Path, lengths: list[int], **settings: Any) -> Batch
 def test_a_step_of_short_texts_has_the_tokens_of_one_of_long_ones(tmp_path: Path) -> None:
     found = _step("bert-base", tmp_path, [4] * 4_000)
     assert found.of_step == 1_024 // len(found.rows[0]["input_ids"]) > 100
-    assert (
-        found.collate(list(found.rows.select(range(found.of_step))))["input_ids"].numel() <= 1_024
-    )
-    assert (
-        _step("bert-base", tmp_path, [4] * 400).of_step == 50
-    )  # an eighth: a pass has eight steps
+    step = found.collate(list(found.rows.select(range(found.of_step))))
+    assert step["input_ids"].numel() <= 1_024
+    assert _step("bert-base", tmp_path, [4] * 400).of_step == 50  # a pass has eight steps
     assert _step("bert-base", tmp_path, [4] * 400, batch_size=3).of_step == 3
     assert _step("t5", tmp_path, [4] * 99 + [400], seq_len=512).of_step == 4  # at least
     assert _step("gpt2", tmp_path, [4] * 4_000, seq_len=64).of_step == 16  # packed into windows

@@ -30,7 +30,7 @@ from headprune.result.write import refuse_unprovable
 from headprune.surgery.edit import Edit
 
 HELD_OUT = 16  # rows to choose by, and as many to report of
-_ENOUGH = 8, 4_096  # of them: rows with at least as many tokens
+_ENOUGH = 4_096  # tokens of them, in eight rows at least
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _sizes(net: PreTrainedModel) -> str:
 
 def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset, Dataset]:
     """Hold out a few rows to choose by and as many to report of, evenly over all texts."""
-    enough = max(_ENOUGH[0], math.ceil(_ENOUGH[1] / lengths(rows).mean()))
+    enough = max(8, math.ceil(_ENOUGH / lengths(rows).mean()))
     count = min(HELD_OUT, enough, len(rows) // 8)
     if len(rows) - 2 * count < batch_size or not count:
         raise DataError(
