@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import math
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ import torch
 from rich.console import Console
 
 import headprune as package
-from headprune import app as cli
+from headprune import terminal
 from tests import tiny
+from tests.test_cli import run
 
 DEMO = Path(__file__).parents[1] / "scripts" / "demo"
 SMALLER = {"seq_len=256": "seq_len=16", "12": "6"}
@@ -44,18 +48,15 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     (tmp_path / "headprune.yaml").write_text(settings)
     names = runpy.run_path(str(DEMO / "demo.py"))
 
-    def headprune(*arguments: object) -> None:
+    monkeypatch.setattr(terminal, "bar", terminal.bar)  # the demo has its own
+    monkeypatch.setattr("sys.argv", list(sys.argv))
+    command = names["headprune"]
+
+    def headprune(job: Any, *arguments: object) -> None:
         words = [SMALLER.get(str(word), str(word)) for word in arguments]
         if words[0] == "check" and not (tmp_path / "baseline.json").exists():
-            run([*words, "--update-baseline"])
-        run(words)
-
-    def run(words: list[str]) -> None:
-        monkeypatch.setattr("sys.argv", ["headprune", *words])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        if stop.value.code:
-            raise stop.value
+            command(job, *words, "--update-baseline")
+        command(job, *words)
 
     own = names["main"].__globals__
     own |= {
@@ -83,22 +84,63 @@ def test_the_demo_runs(
     # what it says last works as it stands
     load, command = (line.split(":", 1)[1].strip() for line in told.splitlines()[-2:])
     assert isinstance(eval(load, {"headprune": package}), torch.nn.Module)
-    demo["main"].__globals__["headprune"](*command.split()[1:])
+    assert run(capsys, *command.split()[1:])[0] == 0
     assert (tmp_path / "small-vllm" / "export.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("command", "elapsed", "said"),
-    [
-        ("compress", 0.0, "Step 1 of 4."),
-        ("evaluate", 216.0, "Step 2 of 4; about a minute left for all of it."),
-        ("evaluate", 720.0, "Step 2 of 4; about 5 minutes left for all of it."),
-        ("report", 294.0, "Step 4 of 4; about some seconds left for all of it."),
-    ],
-)
-def test_the_time_left_follows_the_pace(command: str, elapsed: float, said: str) -> None:
-    time_left = runpy.run_path(str(DEMO / "demo.py"))["time_left"]
-    assert time_left(command, elapsed) == said
+def jobs(expected: float) -> tuple[Any, list[float]]:
+    """A job of the demo, and its clock."""
+    now = [0.0]
+    return runpy.run_path(str(DEMO / "demo.py"))["Job"](expected, lambda: now[0]), now
+
+
+@pytest.mark.parametrize("pace", [0.1, 1.0, 20.0])
+def test_the_bar_always_moves_and_never_back(pace: float) -> None:
+    job, now = jobs(100.0)
+    reached, shares = [0.0], type(job).begin.__globals__["SHARES"]
+    assert math.isclose(sum(shares.values()), 1.0)
+    for command, share in shares.items():
+        job.begin(command)
+        for _ in range(40):
+            now[0] += share * 100 * pace / 40
+            reached.append(job.done())
+    assert all(before < after < 1 for before, after in itertools.pairwise(reached))
+    assert reached[-1] > 0.99
+    if pace == 1:  # as expected, it is a clock
+        assert math.isclose(reached[20], 0.5 * shares["compress"], rel_tol=0.01)
+
+
+def test_the_time_left_follows_the_pace() -> None:
+    job, now = jobs(600.0)
+    job.begin("compress")
+    assert job.left() == "about 10 minutes left"
+    now[0] = 100.0
+    job.part(1, 2)  # half of the command, so 200 of some 256 seconds
+    assert job.left() == "about 3 minutes left"
+    now[0] = 500.0
+    job.begin("check")
+    assert job.left() == "about a minute left"
+    now[0] = 524.0
+    job.begin("report")
+    assert job.left() == "some seconds left"
+
+
+def test_an_interrupted_demo_leaves_nothing(
+    demo: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = demo["main"].__globals__
+    command = own["headprune"]
+
+    def interrupted(job: Any, *arguments: object) -> None:
+        if arguments[0] == "evaluate":
+            raise KeyboardInterrupt
+        command(job, *arguments)
+
+    own["headprune"] = interrupted
+    with pytest.raises(SystemExit, match="130"):
+        demo["main"]()
+    assert not (tmp_path / "demo-results").exists()
+    assert "make demo starts again" in capsys.readouterr().out
 
 
 def test_the_stored_baseline_is_of_the_demo() -> None:

