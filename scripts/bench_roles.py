@@ -113,7 +113,7 @@ def per_head(model: str, data: DataConfig) -> float:
 
 
 def best(record: RolesRecord) -> dict[str, dict[str, object]]:
-    """By role, how many heads are at or over its line, and the best one."""
+    """By role, how many heads are at or over its threshold, and the best one."""
     found: dict[str, dict[str, object]] = {}
     for name, facts in record.roles.items():
         scored = [
@@ -126,7 +126,7 @@ def best(record: RolesRecord) -> dict[str, dict[str, object]]:
             score, head = max(scored, key=lambda one: one[0].score)
             line = [s.score - (s.control or 0) * facts.beyond for s, _ in scored]
             found[name] = {
-                "heads": sum(value >= facts.line for value in line),
+                "heads": sum(value >= facts.threshold for value in line),
                 "labelled": sum(s.state == "over" for s, _ in scored),
                 "best": head,
                 "score": round(score.score, 3),

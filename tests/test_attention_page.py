@@ -210,7 +210,7 @@ def test_the_command_writes_the_page(
     words = ["attention", folder, "--text", long, "--head", "1.3", output]
     code, _, err = run(capsys, *words)
     assert code == 0, err
-    assert f"has {2 * MOST_TOKENS} tokens; the model was given the first {MOST_TOKENS}" in err
+    assert f"has {2 * MOST_TOKENS} tokens; the model read the first {MOST_TOKENS}" in err
     written = output.read_text()
     code, _, err = run(capsys, *words)
     assert (code, "already exists" in err, output.read_text() == written) == (2, True, True)

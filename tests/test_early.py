@@ -31,7 +31,7 @@ MISTAKES = {
     "prune gone out --plan plan.json --keep 0.5": "no effect without --scores or --gates",
     "prune gone out --plan plan.json --criterion x": "no effect without --scores:",
     "prune gone out --plan nope.json": "There is no plan file at 'nope.json'",
-    "prune gone out --plan .": "'.' is a folder; give the file of JSON that is meant",
+    "prune gone out --plan .": "'.' is a folder; give a file of JSON",
     "prune gone out --plan text.txt": "'text.txt' is not readable as JSON",
     "prune gone out --plan plan.json --refit nope.txt": NO_FILE,
     "prune gone out --plan plan.json --refit ./nope": "There is no file './nope'",
@@ -48,8 +48,8 @@ MISTAKES = {
     f"{HEALED} 0": "--heal: ",
     f"{HEALED} 3 --config learning_rate=0": "learning_rate: ",
     "heal gone --teacher gone out --steps 3 --data nope.txt": NO_FILE,
-    f"heal model --teacher ./gone out --steps 3 {DATA}": "'./gone' is neither a folder",
-    f"evaluate model {DATA} --against ./gone": "'./gone' is neither a folder",
+    f"heal model --teacher ./nope out --steps 3 {DATA}": "'./nope' is neither a folder",
+    f"evaluate model {DATA} --against ./nope": "'./nope' is neither a folder",
     "evaluate gone --data nope.txt": NO_FILE,
     "compress gone out --keep 0.5 --data nope.txt": NO_FILE,
     "compress gone out --keep 0.5 --for vlm": "--for: Input should be 'llama.cpp', 'vllm'",
@@ -67,6 +67,7 @@ MISTAKES = {
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with text, a plan and scores, and weights that nothing may load."""
     monkeypatch.chdir(tmp_path)
+    Path("gone").mkdir()  # a place, and no model
     Path("text.txt").write_text(tiny.text(500))
     Path("plan.json").write_text("{}")
     tiny.save(tiny.model("llama-gqa"), Path("model"))

@@ -140,7 +140,7 @@ def test_a_head_that_looks_back_as_far_as_the_run_is_long_fails_its_control(
     model = planted.gpt2()
     planted.offset(model, 0, 0, by=by)
     head = measured(model, tmp_path).modules[0].heads[0]
-    assert head.scores[role].low > ROLES[role].line
+    assert head.scores[role].low > ROLES[role].threshold
     assert head.scores[role].control == pytest.approx(1, abs=1e-3)
     assert (head.role, head.scores[role].state) == (None, "under")
 

@@ -90,13 +90,13 @@ def roles() -> str:
         }
         cells = (
             told,
-            f"{'+' * role.beyond}{role.line:g}",
+            f"{'+' * role.beyond}{role.threshold:g}",
             _INPUTS[role.on],
             control.get(role.control or "", "none"),
         )
         rows.append(f"| `{role.sign}` | [`{name}`](#{name}) | {' | '.join(cells)} |")
         sections.append(f"### `{name}` {{ #{name} }}\n\n{_escaped(role.reference)}")
-    head = "| | name | kind | line | measured on | control |\n|---|---|---|---|---|---|"
+    head = "| | name | kind | threshold | measured on | control |\n|---|---|---|---|---|---|"
     return "\n\n".join(["\n".join([head, *rows]), *sections])
 
 

@@ -184,7 +184,7 @@ def settings_in(path: Path, command: Command) -> dict[str, Any]:
 
 
 def _known(settings: dict[str, Any], command: Command) -> dict[str, Any]:
-    """The settings that are set; one that the command does not have is refused."""
+    """Return the settings without nulls; refuse one that the command does not have."""
     parameters = command.parameters()
     for name in settings:
         if name == "trust_remote_code":

@@ -8,16 +8,16 @@ from headprune.errors import HeadpruneError
 
 
 def missing(*modules: str) -> list[str]:
-    """Return the packages that are not installed, of modules that are called alike."""
+    """Return the packages of missing modules; each has its module's name, with - for _."""
     return [name.replace("_", "-") for name in modules if find_spec(name) is None]
 
 
 def refuse_missing(what: str, *modules: str) -> None:
-    """Refuse work whose packages are not installed.
+    """Refuse work with missing packages.
 
     Args:
         what: The option or the work that needs them.
-        modules: Names of modules; their packages are called alike.
+        modules: Names of modules, as for ``missing``.
 
     Raises:
         HeadpruneError: Saying how to install them.

@@ -21,8 +21,8 @@ def assert_no_regression() -> Callable[..., CheckReport]:
     """Return a function: ``assert_no_regression(model, baseline, *limits, **settings)``.
 
     Limits, data and settings default to the baseline's. ``settings`` are fields of
-    ``headprune.config.CheckConfig``. It fails with one line per limit that is broken or undecided,
-    and returns the report.
+    ``headprune.config.CheckConfig``. It fails with one line per broken or undecided limit, or
+    returns the report.
     """
     return _assert_no_regression
 

@@ -63,7 +63,7 @@ class Registry(Mapping[str, T], Generic[T]):
         if name in self:
             return self._entries[name]
         known = sorted(self._entries)
-        listed = f"'{self._listed_by}' lists the {len(known)} that are supported"
+        listed = f"'{self._listed_by}' lists the {len(known)} supported names"
         raise self._error(
             f"No {self.kind} named '{name}'.{did_you_mean(str(name), known)} "
             f"{listed if self._listed_by else 'Supported: ' + ', '.join(known)}."

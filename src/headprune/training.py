@@ -47,7 +47,7 @@ from headprune.resuming import HISTORY, STATE, Run, unwritable
 from headprune.tensors.shards import own_part, split_as, whole
 
 WEIGHTS, OPTIMIZER, SCHEDULER = "model.safetensors", "optimizer-{}.pt", "scheduler.pt"
-_EVERY = 10  # steps whose numbers are taken from a GPU together
+_EVERY = 10  # steps per transfer of numbers from a GPU
 _DAMAGE = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, LookupError, ValueError)
 
 
@@ -97,7 +97,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
 
     Attributes:
         step_loss: Loss of the last step, on its device.
-        last_loss: Loss of the last step that was recorded.
+        last_loss: Loss of the last recorded step.
         before: Held-out loss before training; the best checkpoint is below it.
     """
 
@@ -344,7 +344,7 @@ class HistoryCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 
 def refuse_missing_reporter(reporter: Reporter) -> None:
-    """Refuse a dashboard whose package is not installed, before any work.
+    """Refuse a dashboard with a missing package, before any work.
 
     Raises:
         HeadpruneError: Saying how to install it.

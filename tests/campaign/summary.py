@@ -64,7 +64,7 @@ def page(results: Sequence[Result], seeds: Sequence[int], seconds: float) -> str
         "",
         f'`make campaign SEEDS="{" ".join(map(str, seeds))}"` tries to break headprune '
         "(`tests/campaign`). Every case is a function of its seed and number, and runs alone with "
-        "the command that is printed where it breaks something.",
+        "the command printed where it breaks something.",
         "",
         "| what | tried | how it ended | broken |",
         "|---|---:|---|---:|",

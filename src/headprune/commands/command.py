@@ -207,7 +207,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _metadata(annotation: Any) -> list[Any]:
-    """All that is annotated, also within ``X | None``."""
+    """Return the metadata of an annotation, also within ``X | None``."""
     found = list(getattr(annotation, "__metadata__", ()))
     inner = annotation.__origin__ if found else annotation
     parts = [inner] if found else get_args(inner) if get_origin(inner) is not Literal else []

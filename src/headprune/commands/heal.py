@@ -34,7 +34,10 @@ def heal(
     output: o.Output,
     *,
     teacher: Annotated[
-        str | Path, BeforeValidator(possible_place), o.option("The model it came from.")
+        str | Path,
+        BeforeValidator(possible_place),
+        o.PRESENT,
+        o.option("The model it came from."),
     ],
     data: o.Data,
     loss: o.Loss = "all",
@@ -73,6 +76,7 @@ def heal(
     context: Context = Context(),
 ) -> Healed:
     """Train a cut or converted model to match the model it came from, on plain text."""
+    source = data_config(data, text_column, label_column, loss=Loss(loss))
     from headprune.distillation.heal import heal
 
     config = build(
@@ -92,6 +96,5 @@ def heal(
         save_every=save_every,
         report_to=report_to,
     )
-    source = data_config(data, text_column, label_column, loss=Loss(loss))
     resuming = Resuming(overwrite=overwrite, resume=resume)
     return heal(model, teacher, source, Path(output), config, resuming, context)

@@ -22,6 +22,7 @@ from headprune.config import (
     Writing,
     build,
 )
+from headprune.config.data import refuse_missing_file
 from headprune.config.values import (
     Amount,
     Few,
@@ -225,7 +226,7 @@ def _refit(
     whole = keep == 1 and isinstance(keep, float)
     if refit is not None or scores is None or whole:
         return o.data_at(None if refit == NO_REFIT else refit, text_column), usual
-    from headprune.data.read import digest_of_data, refuse_missing_file
+    from headprune.data.read import digest_of_data
     from headprune.evidence.criteria import CRITERIA
     from headprune.schemas.scores import read_scores
 

@@ -57,7 +57,7 @@ def train_gates(
     ] = "auto",
     train: Annotated[
         Literal["gates", "attention", "all"],
-        o.option("Weights that are trained beside the gates.", panel=o.TRAINING),
+        o.option("Weights to train beside the gates.", panel=o.TRAINING),
     ] = "gates",
     objective: Literal["auto", "lm", "mlm", "distill", "lm+distill", "task"] = "auto",
     l0_penalty: Positive | None = None,
@@ -83,6 +83,7 @@ def train_gates(
     context: Context = Context(),
 ) -> GatesRun:
     """Train a gate on every head, towards an exact number of heads."""
+    source = data_config(data, text_column, label_column, loss=Loss(loss))
     from headprune.gates.train_gates import train_gates
     from headprune.result.twins import refuse_unproven
 
@@ -110,7 +111,6 @@ def train_gates(
         save_every=save_every,
         report_to=report_to,
     )
-    source = data_config(data, text_column, label_column, loss=Loss(loss))
     resuming = Resuming(overwrite=overwrite, resume=resume)
     return train_gates(
         model, source, Path(output), config, resuming, context, refuse=refuse_unproven

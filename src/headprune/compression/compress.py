@@ -32,7 +32,6 @@ from headprune.config import (
 )
 from headprune.config.stages import STEP_TOKENS
 from headprune.context import Context
-from headprune.data.read import refuse_missing_file
 from headprune.data.sentences import OF_SENTENCES
 from headprune.distillation.heal import heal
 from headprune.errors import (
@@ -132,12 +131,10 @@ def compress(
 
     Raises:
         HeadpruneError: If model, goal and text do not fit together.
-        Interrupted: After Ctrl-C; candidates that were measured are kept.
+        Interrupted: After Ctrl-C; measured candidates are kept.
         ProofError: If the result does not compute as it should.
     """
     data = data or {}
-    for each in data.values():
-        refuse_missing_file(each.source)
     _refuse_metric(config.metric, context)
     inputs = (model, *(each.source for each in data.values()))
     if output is None:

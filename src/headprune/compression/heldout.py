@@ -119,7 +119,7 @@ def _of_metric(name: str) -> Measure:
 
 @dataclass(frozen=True)
 class WrittenMetric:
-    """A metric that chooses, and the tokens that are written for it at most."""
+    """A metric to choose by, and the most tokens to write for it."""
 
     metric: str
     most: int

@@ -46,7 +46,7 @@ class Selection:
 
         Args:
             name: Name of the candidate.
-            changed: An edit, which is tried in memory, or a model that was written.
+            changed: An edit, to try in memory, or a written model.
             seconds: Time that it took.
         """
         with self._as(changed) as net:

@@ -20,7 +20,7 @@ from headprune.data.text import HELD_OUT, evenly, split
 from headprune.errors import DataError
 
 CHARACTERS = 6  # of a token, at most in the mean of a text: more text than needed does no harm
-_SPREAD = 16  # times the text that is fitted on, at most
+_SPREAD = 16  # times the text of the fit, at most
 _BLOCK = 8_192  # characters of a plain text that stay together, at most
 _BLOCKS = 4 * HELD_OUT  # of a plain text, at least
 _PIECES = 128  # of a file, of 256 KiB each: no more of it is read

@@ -1,4 +1,4 @@
-"""Candidates that were made and measured, kept on disk until the compression is done."""
+"""Measured candidates, kept on disk until the compression is done."""
 
 from __future__ import annotations
 

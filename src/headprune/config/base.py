@@ -29,7 +29,7 @@ def build(kind: type[Kind], **values: Any) -> Kind:
     """Validate settings.
 
     Raises:
-        HeadpruneError: Naming the first setting that is unknown or out of range.
+        HeadpruneError: Naming the first unknown or invalid setting.
     """
     try:
         return kind.model_validate(values)

@@ -12,6 +12,20 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from headprune.config.base import Settings, build
 from headprune.config.values import Dtype, Few, Length, Place, Seed, Tokens
+from headprune.errors import DataError
+
+BUILDERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+    ".text": "text",
+    ".raw": "text",
+    ".md": "text",
+}
 
 
 class Loss(str, Enum):
@@ -42,6 +56,23 @@ class DataConfig(Settings):
         return "," in (self.text_column or "")
 
 
+def refuse_missing_file(source: str) -> None:
+    """Refuse the path of a missing file or folder; other names may be of the hub.
+
+    Raises:
+        DataError: If there is no such file.
+    """
+    path = Path(source)
+    named = suffix(path) in BUILDERS or path.is_absolute() or source.startswith(".")
+    if named and not path.exists():
+        raise DataError(f"There is no file '{source}'. Paths are relative to where you are.")
+
+
+def suffix(file: Path) -> str:
+    """Return the ending of a file, without .gz."""
+    return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
+
+
 def data_config(
     place: str | Path,
     text_column: str | None,
@@ -49,11 +80,16 @@ def data_config(
     split: str = "train",
     loss: Loss = Loss.ALL,
 ) -> DataConfig:
-    """Return the data at a place; a split may stand behind "@", as in ``wikitext@test``."""
+    """Return the data at a place; a split may stand behind "@", as in ``wikitext@test``.
+
+    Raises:
+        DataError: If it is a path, and nothing is there.
+    """
     source = str(place)
     name, at, given = source.rpartition("@")
     if at and name and "/" not in given and not Path(source).exists():
         source, split = name, given
+    refuse_missing_file(source)
     return DataConfig(
         source=source,
         split=split,

@@ -109,7 +109,7 @@ class Writing(Settings):
 
 
 class ScoreConfig(CalibrationConfig):
-    """Criteria, the unit that is scored, and the kinds of attention (all where empty)."""
+    """Criteria, the unit of a score, and the kinds of attention (all where empty)."""
 
     criterion: Names = ("compensated",)
     unit: Unit | None = None
@@ -462,7 +462,7 @@ class ExportConfig(Settings):
     """The format of an export.
 
     Attributes:
-        like: A GGUF file whose tokenizer is taken over.
+        like: A GGUF file to take the tokenizer from.
         multiple_of: For "padded": the number that the heads divide by.
     """
 

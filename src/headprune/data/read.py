@@ -24,7 +24,7 @@ import datasets
 from datasets import Dataset
 
 from headprune.config import DataConfig
-from headprune.config.data import Loss
+from headprune.config.data import BUILDERS, Loss, refuse_missing_file, suffix
 from headprune.data.columns import (
     answer_places,
     chat_text,
@@ -45,23 +45,11 @@ if TYPE_CHECKING:
 else:  # beartype looks at an item, which would read a file
     Texts = Labels = Sequence
 
-_PIECE = 1 << 18  # bytes that are read at once
-_AT_ONCE = 100  # rows of a table that are read at once; they may be long
+_PIECE = 1 << 18  # bytes per read
+_AT_ONCE = 100  # rows of a table per read; they may be long
 _MOST_NAMES = 1 << 16  # characters of the first row of a CSV file
 
-_BUILDERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-    ".text": "text",
-    ".raw": "text",
-    ".md": "text",
-}
-_ENDINGS = f"{', '.join(sorted(_BUILDERS))} (also .gz)"
+_ENDINGS = f"{', '.join(sorted(BUILDERS))} (also .gz)"
 
 
 @dataclass(frozen=True)
@@ -183,7 +171,7 @@ def read_examples(data: DataConfig, tokenizer: Any = None) -> Examples:
     """
     refuse_missing_file(data.source)
     files = _files(data)
-    kinds = sorted({_BUILDERS.get(_suffix(file), "other") for file in files})
+    kinds = sorted({BUILDERS.get(suffix(file), "other") for file in files})
     if kinds == ["other"]:
         raise DataError(f"The ending of '{data.source}' names no format. Known are {_ENDINGS}.")
     if len(kinds) > 1:
@@ -228,18 +216,6 @@ def read_examples(data: DataConfig, tokenizer: Any = None) -> Examples:
     return examples
 
 
-def refuse_missing_file(source: str) -> None:
-    """Refuse the path of a missing file or folder; other names may be of the hub.
-
-    Raises:
-        DataError: If there is no such file.
-    """
-    path = Path(source)
-    named = _suffix(path) in _BUILDERS or path.is_absolute() or source.startswith(".")
-    if named and not path.exists():
-        raise DataError(f"There is no file '{source}'. Paths are relative to where you are.")
-
-
 def digest_of_data(data: DataConfig) -> str:
     """Return the digest of local files; a data set of the hub is known by name and split.
 
@@ -251,7 +227,7 @@ def digest_of_data(data: DataConfig) -> str:
         return f"hub:{data.source}:{data.split}"
     folder = place if place.is_dir() else place.parent
     inside = [file for file in place.rglob("*") if file.is_file()]
-    of_text = place.is_file() or any(_suffix(file) in _BUILDERS for file in inside)
+    of_text = place.is_file() or any(suffix(file) in BUILDERS for file in inside)
     files = _files(data) if of_text else inside  # images
     try:
         return digest_of(hashes_of(folder, (str(f.relative_to(folder)) for f in files)))
@@ -291,10 +267,6 @@ def _byte_pieces(file: Path) -> Iterator[bytes]:
         raise DataError(f"'{file}' is not readable ({error}).") from None
 
 
-def _suffix(file: Path) -> str:
-    return Path(file.stem).suffix.lower() if file.suffix == ".gz" else file.suffix.lower()
-
-
 def _files(data: DataConfig) -> list[Path]:
     path = Path(data.source)
     if path.is_file():
@@ -316,11 +288,11 @@ def _files(data: DataConfig) -> list[Path]:
     files = sorted(
         file
         for file in path.rglob("data-*.arrow" if saved else "*")
-        if file.is_file() and _suffix(file) in _BUILDERS and file.name != "dataset_infos.json"
+        if file.is_file() and suffix(file) in BUILDERS and file.name != "dataset_infos.json"
     )
-    if any(_BUILDERS[_suffix(file)] != "text" for file in files):  # Markdown is about the data
-        files = [file for file in files if _suffix(file) != ".md"]
-    if any(_suffix(file) != ".md" for file in files):
+    if any(BUILDERS[suffix(file)] != "text" for file in files):  # Markdown is about the data
+        files = [file for file in files if suffix(file) != ".md"]
+    if any(suffix(file) != ".md" for file in files):
         files = [file for file in files if file.name != "README.md"]
     if not files:
         raise DataError(f"The folder '{path}' has no file with one of the endings {_ENDINGS}.")

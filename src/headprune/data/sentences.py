@@ -13,7 +13,7 @@ from headprune.model.loading import CLASSIFIERS, UNMEASURED
 OF_SENTENCES = (*CLASSIFIERS, "token-classification", "features", *UNMEASURED)
 _END = re.compile(r"(?<=[.!?।])\s+|(?<=[。！？])|\n\s*\n")
 _SHORTEST, _LONGEST = 20, 1 << 16  # characters of a sentence
-_MEAN = 1_000  # characters of a sentence, at most, in a text that is made of sentences
+_MEAN = 1_000  # mean characters of a sentence, at most, in a text of sentences
 _MOST = 1 << 25  # characters of all sentences: no more of a text is read
 
 

@@ -20,9 +20,9 @@ from headprune.data.tokens import Ids, Seen, around, token_ids
 from headprune.errors import DataError
 
 Label = int | float | list[float] | list[int]
-_ROWS_AT_ONCE = 1000  # that are tokenized
+_ROWS_AT_ONCE = 1000  # to tokenize
 _CHARACTERS_AT_ONCE = 1 << 18  # of these rows
-_AT_ONCE = 1 << 18  # tokens that are held before sequences are written
+_AT_ONCE = 1 << 18  # tokens to hold before sequences are written
 _FAR = 1 << 21  # tokens of a text that a few sequences are spread over, at least
 _WIDE = 8  # or this multiple of their own
 

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from headprune.errors import DataError
 
 Ids = NDArray[np.int32]
-WHOLE = 1 << 22  # characters that are tokenized together
+WHOLE = 1 << 22  # characters to tokenize together
 _CUTS = ("\n\n", "\n\r\n", "\n")  # blank lines, else the end of a line
 _FITTING = "Give text in a language of the model, or the tokenizer that it was trained with."
 

@@ -15,7 +15,6 @@ import torch
 from headprune import devices, processes
 from headprune.config import DataConfig, HealConfig, HealObjective, HealTrain, Resuming, Writing
 from headprune.context import Context
-from headprune.data.read import refuse_missing_file
 from headprune.distillation.optimizer import resolved
 from headprune.distillation.pair import Pair, read_pair
 from headprune.distillation.shards import probed, refuse_sharded, stored_weights
@@ -54,7 +53,7 @@ class Healed(ModelFolder):
     Attributes:
         pruned: The result, as of every command that writes a model.
         before: Loss before, on text that chose nothing: the divergence from the teacher, blended
-            with the model's own loss where that is trained too.
+            with the model's own loss if training includes it.
         after: The same of the result.
         own_share: Weight of the model's own loss.
         steps: Optimiser steps.
@@ -157,7 +156,6 @@ def _checked(data: DataConfig, config: HealConfig) -> HealConfig:
     if in_shards():
         refuse_sharded(config)
     refuse_missing_reporter(config.report_to)
-    refuse_missing_file(data.source)
     if config.train is HealTrain.LORA:
         refuse_missing("--train lora", "peft")
     return resolved(config)

@@ -42,7 +42,7 @@ class Interval:
         low: Lower end.
         high: Upper end.
         confidence: Level of the interval.
-        n: Windows or examples that were resampled.
+        n: Resampled windows or examples.
     """
 
     estimate: float
@@ -101,7 +101,7 @@ def bootstrap(
 
 
 def _starts(n: int, documents: Numbers | None) -> Numbers:
-    """Return the first sequence of every run that is drawn together."""
+    """Return the first sequence of every run to draw as a whole."""
     if documents is None:
         return np.arange(n)
     starts = np.flatnonzero(np.diff(documents, prepend=documents[0] - 1))

@@ -404,7 +404,7 @@ def _report(
 
 
 def retrieved(needles: Sequence[Needle], hits: Floats) -> tuple[Retrieval, ...]:
-    """Return the share of needles that were retrieved, by context length and depth."""
+    """Return the share of retrieved needles, by context length and depth."""
     cells: dict[tuple[int, float], list[float]] = {}
     for needle, hit in zip(needles, hits.tolist(), strict=True):
         cells.setdefault((len(needle.row.ids), needle.depth), []).append(hit)

@@ -21,7 +21,7 @@ from headprune.data.audio import Recordings, read_recordings, recording_rows
 from headprune.data.batches import label_reader, tag_reader
 from headprune.data.images import Images, image_rows, read_images
 from headprune.data.passages import PassageWord, lines_of, passage_words, passages
-from headprune.data.read import Examples, read_examples, refuse_missing_file
+from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import by_sentence
 from headprune.data.sequences import (
     answer_rows,
@@ -208,8 +208,6 @@ def load(
 ) -> Loaded:
     """Open models and data, and refuse what does not fit before any work is done."""
     several = {"": data} if isinstance(data, DataConfig) else data
-    for place in several.values():
-        refuse_missing_file(place.source)
     refuse_tasks(config.tasks)
     refuse_metrics(config.metrics, allowed)
     names = [str(name) for name in (model, against) if name is not None]

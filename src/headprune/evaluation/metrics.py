@@ -115,7 +115,7 @@ def nll_nats_per_token(nll_nats: Floats, tokens: Floats) -> Any:
 
 @metric()
 def word_accuracy(words: Floats, word_hits: Floats) -> Any:
-    """Share of the words in the second half of a sequence that are predicted."""
+    """Share of words that the model predicts, in the second half of a sequence."""
     return word_hits.sum(-1) / words.sum(-1)
 
 
@@ -139,7 +139,7 @@ def repeated_passage_nll(repeated_nll_nats: Floats, repeated_tokens: Floats) -> 
 
 @metric(beside=True, proportion=True)
 def last_word_accuracy(last_word_hits: Floats) -> Any:
-    """Share of the passages whose last word is predicted."""
+    """Share of the passages whose last word the model predicts."""
     return last_word_hits.mean(-1)
 
 
@@ -151,13 +151,13 @@ def seen_last_word_accuracy(seen_last_words: Floats, seen_last_word_hits: Floats
 
 @metric(compared=None, of_two=True, beside=True, proportion=True, settings=("passage_words",))
 def passage_words(passage_word_hits: Floats) -> Any:
-    """Share, of the last words that only the passage tells the original, that are predicted."""
+    """Accuracy on the last words that the original needs the passage for."""
     return passage_word_hits.mean(-1)
 
 
 @metric(beside=True, proportion=True, settings=("needle_lengths", "needle_trials"))
 def needle_accuracy(needle_hits: Floats) -> Any:
-    """Share of the numbers hidden in the text that are retrieved."""
+    """Share of hidden numbers that the model retrieves from the text."""
     return needle_hits.mean(-1)
 
 
@@ -246,7 +246,7 @@ def micro_f1(label_hits: Floats, labels: Floats) -> Any:
 
 @metric(leads=True)
 def tag_accuracy(tag_hits: Floats, tags: Floats) -> Any:
-    """Share of words whose tag is predicted."""
+    """Share of words with the right tag."""
     return tag_hits.sum(-1) / tags.sum(-1)
 
 

@@ -129,7 +129,7 @@ def copying_losses(
         count: Sequences.
         length: Tokens of a sequence: both runs, and special tokens before a text.
         batch_size: Sequences per forward pass.
-        seed: Seed of the tokens; the same for models that are compared.
+        seed: Seed of the tokens; the same for compared models.
 
     Returns:
         Per sequence, the summed loss in nats and the number of tokens.

@@ -25,7 +25,7 @@ _MADE_FROM = "--against takes the model that this one was made from"
 
 
 def refuse_exported(model: str) -> None:
-    """Raise CheckpointError for a model that was exported for an engine."""
+    """Raise CheckpointError for an export to an engine."""
     form = read_export(Path(model)).format if is_exported(model) else ""
     if form in _FOR_ENGINES:
         raise CheckpointError(

@@ -120,7 +120,7 @@ class Retrieval(_Piece):
     Attributes:
         tokens: Length of the contexts.
         depth: Share of the text before the needle.
-        accuracy: Share of the needles that were retrieved.
+        accuracy: Share of retrieved needles.
         n: Needles.
     """
 

@@ -31,7 +31,7 @@ class Criterion:
         source: Paper and equation.
         sees: Property of a head that gives it the lowest score.
         needs: Statistics that it takes.
-        assumes_refit: Whether scores hold for a cut whose W_O is refitted.
+        assumes_refit: Whether scores hold for a cut with refitted W_O.
     """
 
     score: Score

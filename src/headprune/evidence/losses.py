@@ -89,9 +89,9 @@ def example_losses(
 ) -> Float[Tensor, " examples"]:
     """Return the loss of every example: the mean over its scored tokens.
 
-    A model without a head has no loss, nor has one whose labels are not read. There it is the
-    embedding (as ``evaluate`` takes it) along a random direction, whose squared gradient is in the
-    mean that of the whole embedding.
+    A model without a head has no loss, nor has one with labels that headprune does not read. There
+    the loss is the embedding (as ``evaluate`` takes it) along a random direction. On average, its
+    squared gradient is that of the whole embedding.
 
     Raises:
         DataError: If there is nothing to score in an example, or labels are missing.

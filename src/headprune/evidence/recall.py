@@ -22,8 +22,8 @@ from headprune.model.gating import gated
 from headprune.model.passes import logits_at
 from headprune.runtime.modeling_headprune import Attention
 
-PASSAGES = 256  # that are tried, at most
-WORDS = 64  # of them, at most, whose heads are looked for
+PASSAGES = 256  # to try, at most
+WORDS = 64  # of them, at most, to find heads of
 FEWEST = 16  # words that an order of heads rests on
 SHARE = 0.01  # of the sum of all scores, that effects add: docs/experiments.md
 

@@ -33,7 +33,7 @@ def llama_like(model_type: str, **differences: Any) -> Family:
     return Family(model_type=model_type, **{**llama, **differences})
 
 
-_BIDIRECTIONAL = {"use_bidirectional_attention": "it attends in both directions, which is untested"}
+_BIDIRECTIONAL = {"use_bidirectional_attention": "attention in both directions is untested"}
 # both norms run over all heads at once
 _FULL_WIDTH_NORMS: dict[str, Any] = {
     "full_width_norms": {"q_norm": "q", "k_norm": "k"},

@@ -121,10 +121,9 @@ class Family:
     refused: Mapping[str, str] = _nothing()
 
     def for_runtime(self) -> dict[str, Any]:
-        """The part of the row that travels in config.json: all that rebuilding a model needs.
+        """Return the part of the row to put in config.json: enough to rebuild a model.
 
-        Its keys are those of ``config.headprune`` in schema 1, which results that were written
-        before have as well.
+        Its keys are those of ``config.headprune`` in schema 1, as in earlier results.
         """
         return {
             "attention": dict(self.attention),

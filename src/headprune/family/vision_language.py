@@ -7,7 +7,7 @@ from headprune.family.spec import Family
 
 
 def vision_language(model_type: str, path: str = "language_model") -> Family:
-    """A row for a model whose language part is laid out like Llama.
+    """Return the row of a model with a language part laid out like Llama.
 
     Args:
         model_type: ``config.model_type`` of the whole.

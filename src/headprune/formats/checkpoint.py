@@ -1,4 +1,4 @@
-"""A model folder, written from weights that are read piece by piece."""
+"""A model folder, written from weights read piece by piece."""
 
 from __future__ import annotations
 

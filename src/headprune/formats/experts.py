@@ -1,7 +1,7 @@
 """Mixtures of experts in graphs: every expert runs on every token, and the router weighs.
 
-A graph is fixed before the tokens that choose their experts come. The sum is the same, as an expert
-has the weight 0 for a token that is not sent to it. Some of transformers' implementations count the
+A graph is fixed before the tokens that choose their experts come. The sum is the same: an expert
+has the weight 0 for tokens not sent to it. Some of transformers' implementations count the
 tokens of every expert, which exporters do not know. Others gather the experts' weights for every
 token, whose memory grows with the text.
 """

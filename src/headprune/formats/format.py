@@ -25,7 +25,7 @@ class ExportProof(BaseModel):
         how: "engine": the engine ran it. "read back": the files were read instead.
         engine: The engine or the reader, with its version.
         why_not: Why no engine ran it.
-        compared: The numbers that were compared.
+        compared: The compared numbers.
         difference: Largest difference.
         tolerance: Largest difference allowed.
         details: Further numbers, by name.

@@ -18,7 +18,7 @@ _ENGINE = "xllamacpp"
 
 
 def arch_of(source: ExportSource) -> str:
-    """Return the architecture of llama.cpp for a prepared model that is not refused."""
+    """Return the architecture of llama.cpp for a prepared, accepted model."""
     even, uneven = ARCHES[source.config.model_type]
     return even if _odd_layer(source) is None else str(uneven)
 

@@ -175,7 +175,7 @@ def _pieces(source: ExportSource, parts: list[Part]) -> Iterator[tuple[int, Tens
 
 
 def neighbouring(rows: Shaped[Tensor, " rows *_"], heads: int) -> Shaped[Tensor, " rows *_"]:
-    """Order rows of q or k so that numbers that are turned together are neighbours."""
+    """Order rows of q or k so that the two numbers of each rotation are neighbours."""
     by_half: Tensor = rows.unflatten(0, (heads, 2, -1))
     return by_half.transpose(1, 2).reshape(rows.shape)
 

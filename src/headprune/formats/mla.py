@@ -2,7 +2,7 @@
 
 The class normalises its latent: x / sqrt(mean(x^2) + eps). Latents are so small that eps decides:
 the norm then is a constant factor, up to mean(x^2) / 2 eps. transformers takes 1e-6 here, engines
-the config's rms_norm_eps; so that becomes 1e-6, and all that is added to the residual stream is
+the config's rms_norm_eps. So that becomes 1e-6, and everything added to the residual stream is
 scaled alike. Biases of projections, as in Qwen2, need the class's attention_bias; those of queries
 go through a low rank of full width. The output matrix is a tensor of its own, as engines want it.
 """

@@ -1,7 +1,7 @@
-"""An exported model that is called as its class in transformers is, and runs in an engine.
+"""An exported model that runs in an engine, with the calls of its class in transformers.
 
-Probes and measures of a model so do the same with an exported one. The class without its weights
-gives the model's facts; its graphs compute.
+So probes and measures of a model also work on an exported one. The class without its weights gives
+the model's facts; its graphs compute.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def open_graphs(
 
 
 class RunByEngine:
-    """Mixed into a model class, whose weights stay unused.
+    """Mixin of a model class, whose weights stay unused.
 
-    ``past_key_values`` are the cache by its names as inputs; of an encoder-decoder, whose graphs
-    have no cache, the target so far, which is read again.
+    ``past_key_values`` hold the cache, by its names as inputs. Graphs of an encoder-decoder have no
+    cache: there they hold the target so far, to read again.
     """
 
     config: Any

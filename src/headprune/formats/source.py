@@ -1,4 +1,4 @@
-"""The model that is exported: its facts at once, its weights when they are asked for."""
+"""The model to export: its facts at once, its weights on demand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from headprune.runtime.modeling_headprune import Attention, pruned_class
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The model that is exported: its facts at once, its weights when they are asked for.
+    """The model to export: its facts at once, its weights on demand.
 
     Attributes:
         folder: Where it lies.
@@ -77,10 +77,10 @@ class ExportSource:
 
 
 def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
-    """Reads the facts of a model, and no weights.
+    """Read the facts of a model, and no weights.
 
     Raises:
-        HeadpruneError: If it is no model folder, of no family that is supported, or quantised.
+        HeadpruneError: If it is no model folder, of no supported family, or quantised.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
     refuse_quantised(folder, config)

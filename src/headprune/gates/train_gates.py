@@ -28,7 +28,6 @@ from headprune.config import (
 )
 from headprune.context import Context
 from headprune.data.batches import batches, calibration
-from headprune.data.read import refuse_missing_file
 from headprune.data.text import Sequences
 from headprune.errors import DataError, HeadpruneError
 from headprune.evidence.score import words_of
@@ -120,7 +119,6 @@ def train_gates(
     run = Run.of(output, "train_gates", config, model=model, data=data)
     with claimed_run(output, run, [model, data], rerun):
         refuse_missing_reporter(config.report_to)
-        refuse_missing_file(data.source)
         refuse_unknown_kinds(config.attention)
         refuse_target(config.target_heads)
         context.stage("loading the model")

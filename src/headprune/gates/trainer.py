@@ -47,7 +47,7 @@ class GatedModel(LossModule):
         return self._loss(self.model, self.gates, batch)
 
     def trained_state(self) -> dict[str, Tensor]:
-        """Return the gates, and the weights that are trained or refitted, by name."""
+        """Return the gates, and the trained or refitted weights, by name."""
         refitted = set(map(id, self.refitted))
         weights = {n: p.detach() for n, p in self.named_parameters() if id(p) in refitted}
         state = self.gates.state_dict() | {"chosen": self.gates.chosen}

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-# Files of tokenizers, processors and generation, with code that is not run; adapters of languages;
+# Files of tokenizers, processors and generation, with code (never run); adapters of languages;
 # licences. Weights and config are written anew; other files are the user's.
 COMPANIONS = (
     *("tokenizer*", "*vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
@@ -27,7 +27,7 @@ COMPANIONS = (
 )
 
 
-_AT_ONCE = 4  # files that are hashed: more wait for the disk
+_AT_ONCE = 4  # hashed files: more wait for the disk
 
 
 def copy_companions(source: Path, target: Path) -> None:

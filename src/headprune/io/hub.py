@@ -11,7 +11,10 @@ from typing import Any
 
 from huggingface_hub import constants, get_session, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not among the names that it says it exports
+
+from headprune.errors import CheckpointError
 
 PATIENCE_S = 5.0
 REMEMBERED_S = 60.0  # networks come back
@@ -52,6 +55,41 @@ def fetched(name: str | Path, file: str, **where: Any) -> Path | None:
     with suppress(EntryNotFoundError, HfHubHTTPError, OSError):
         return Path(hf_hub_download(str(name), file, **where))
     return None
+
+
+def refuse_no_id(model: str | Path) -> None:
+    """Refuse a name that is neither a folder nor a hub id.
+
+    Raises:
+        CheckpointError: Naming it.
+    """
+    if not Path(model).is_dir() and not may_be_id(model):
+        raise CheckpointError(
+            f"'{model}' is neither a folder nor a hub id. Give a model folder, or a hub id."
+        )
+
+
+def refuse_absent(model: str | Path) -> str | Path:
+    """Return the name of a model; refuse it before any work if there is none.
+
+    Raises:
+        CheckpointError: Naming it.
+    """
+    if Path(model).exists():
+        return model
+    refuse_no_id(model)
+    kept = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=str(model), repo_type="model")
+    if not kept.is_dir() and (why := why_not()):
+        raise CheckpointError(f"'{model}': {uncached(why)}")
+    return model
+
+
+def uncached(why: str) -> str:
+    """Return the finding on a name that only the hub could know."""
+    return (
+        "there is no such folder, and none of that name in the cache of the hub, which cannot "
+        f"be asked ({why}). Check the name and the network."
+    )
 
 
 @contextmanager

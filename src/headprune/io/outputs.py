@@ -41,7 +41,7 @@ def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterat
     Args:
         path: The folder, or a link to it.
         overwrite: Whether to replace an existing one that headprune wrote.
-        inputs: Input of the command: folders, files, or hub ids, which are skipped.
+        inputs: Inputs of the command: folders and files; hub ids are skipped.
 
     Raises:
         CheckpointError: If it is a file, the current folder, or overlaps an input; if it exists and

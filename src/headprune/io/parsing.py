@@ -36,7 +36,7 @@ def read_json(
     Args:
         path: The file.
         error: The error to raise.
-        distinct: Refuse names that are given twice; JSON takes the last.
+        distinct: Refuse repeated names; JSON takes the last.
         any_text: Accept NUL in texts: tokens may hold it, names of files may not.
 
     Raises:
@@ -194,7 +194,7 @@ def _read(path: Path, parse: Callable[[str], Any], form: str, error: Error) -> A
     except FileNotFoundError:
         raise
     except IsADirectoryError:
-        raise error(f"'{path}' is a folder; give the file of {form} that is meant.") from None
+        raise error(f"'{path}' is a folder; give a file of {form}.") from None
     except (OSError, ValueError, TypeError, yaml.YAMLError) as problem:
         why = " ".join(str(problem).split())
     except RecursionError:

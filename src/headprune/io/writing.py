@@ -161,7 +161,7 @@ def _emptied(work: Path, place: Path) -> Path:
 
 
 def _restore(work: Path, place: Path) -> None:
-    """Put an earlier output back after a ``put`` that was cut short between its two moves."""
+    """Put an earlier output back after an interruption between the two moves of ``put``."""
     if (work / _OLD).is_dir() and not os.path.lexists(place):
         (work / _OLD).rename(place)
 

@@ -268,21 +268,17 @@ def refuse_no_model(model: str | Path, path: Path | None = None) -> None:
         CheckpointError: Naming it.
     """
     path = path or Path(model)
-    if path.is_dir() or hub.may_be_id(model):
-        return
-    refuse_pickles_among([path] if path.is_file() else [])
-    is_not = "is a file" if path.is_file() else "is neither a folder nor a hub id"
-    raise CheckpointError(f"'{model}' {is_not}. Give a model folder, or a hub id.")
+    if path.is_file():
+        refuse_pickles_among([path])
+        raise CheckpointError(f"'{model}' is a file. Give a model folder, or a hub id.")
+    hub.refuse_no_id(model)
 
 
 def _unread(path: Path, why: str) -> str:
     if path.is_dir():
         return f"could not read its config. {why}"
-    if hub.why_not():
-        return (
-            "there is no such folder, and none of that name in the cache of the hub, which cannot "
-            f"be asked ({hub.why_not()}). Check the name and the network."
-        )
+    if why_not := hub.why_not():
+        return hub.uncached(why_not)
     return f"could not find a folder or hub model of that name. {why}"
 
 

@@ -17,7 +17,7 @@ from headprune.model.batch import Batch, Task, inputs_of
 from headprune.model.embedding import Head, tokens_seen
 from headprune.model.placement import is_sharded
 
-_POSITIONS = 256  # whose divergence is computed at once
+_POSITIONS = 256  # per step of the divergence
 OWN_SHARE = 0.5  # largest weight of a language model's own loss beside the divergence
 
 # outputs of heads without "logits"

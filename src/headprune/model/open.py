@@ -121,7 +121,7 @@ class Model:
 
     @property
     def attentions(self) -> list[Attention]:
-        """Its attention modules, first layer first; of ``net`` where that is loaded."""
+        """Its attention modules, first layer first; of ``net`` once loaded."""
         return attention_of(self.any_net)
 
     @property

@@ -54,7 +54,7 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
         inputs = _random_text(config.get_text_config(), 24, generator)
         for name in ("image_token_id", "image_token_index", "video_token_id"):
             inputs["input_ids"][inputs["input_ids"] == getattr(config, name, None)] = 0
-    # a model whose language part alone is cut is probed on text alone
+    # a model with only its language part cut is probed on text alone
     if "pixel_values" in takes and ("vision" in kinds or not inputs):
         vision = getattr(config, "vision_config", config)
         size = vision.image_size

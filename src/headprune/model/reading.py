@@ -31,7 +31,7 @@ Beside = Annotated[str, AfterValidator(_beside)]
 
 
 class ConfigFile(BaseModel):
-    """The entries of config.json that are read before its class is known."""
+    """The entries of config.json to read before its class is known."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
@@ -117,7 +117,7 @@ def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
 
 
 def needs_package(model: str | Path, why: str) -> str | None:
-    """Return the refusal of a model whose settings need a package that is not installed."""
+    """Return the refusal of a model whose settings need a missing package."""
     if not why.startswith("ImportError: "):
         return None
     return (

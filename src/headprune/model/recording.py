@@ -50,7 +50,7 @@ class RecordedCall:
     def outputs(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return outputs of some sequences, shape (sequences, length, heads, head_dim).
 
-        They are computed one sequence at a time, which is kind to caches; by torch's kernel, where
+        They are computed one sequence at a time, which suits caches. torch's kernel does it where
         it agrees with the model's own function.
         """
         fuses = self._fuses(start)

@@ -104,7 +104,7 @@ def quantised_by(config: PreTrainedConfig) -> str | None:
 
 
 def refuse_quantised(model: str | Path, config: PreTrainedConfig) -> None:
-    """Refuse a checkpoint whose weights are packed.
+    """Refuse a checkpoint with packed weights.
 
     Raises:
         CheckpointError: With the method.
@@ -169,8 +169,8 @@ def refuse_unexpected(model: str | Path, net: PreTrainedModel, names: Collection
         )
 
 
-# masks and tables in old checkpoints, which are computed from the config
 _OF_SENSES = ("score", "--refit", "train-gates", "heal", "evaluate")  # as well as text
+# masks and tables of old checkpoints, computed from the config
 _COMPUTED = re.compile(
     r"inv_freq$|position_ids$|relative_position_index$|\.version$|\.causal_mask$"
     r"|\.(attn|attention)\.(masked_)?bias$"

@@ -81,7 +81,7 @@ class Residency:
                 module.__dict__[_PLACE] = (self, number)
 
     def written(self) -> dict[str, StoredTensor]:
-        """Return the weights that were written, by their names in the model."""
+        """Return the written weights, by their names in the model."""
         return {n: s for n, s in self._sources.items() if s is not self._original[n]}
 
     @contextmanager
@@ -272,7 +272,7 @@ def residency_of(net: nn.Module) -> Residency | None:
 
 
 def blocks_of(net: PreTrainedModel) -> list[nn.Module]:
-    """Return the outermost modules that are not split, without the embeddings."""
+    """Return the outermost unsplit modules, without the embeddings."""
     kinds, embeddings = set(net._no_split_modules or ()), None
     with suppress(NotImplementedError):  # a model of images may have none
         embeddings = net.get_input_embeddings()
@@ -307,7 +307,7 @@ def _slots(net: PreTrainedModel, block: nn.Module) -> dict[str, _Slot]:
 
 
 def sources(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the stored tensor of every weight, and of every buffer that is saved.
+    """Return the stored tensor of every weight, and of every saved buffer.
 
     Raises:
         Unmapped: If one is no tensor of it.

@@ -31,7 +31,7 @@ _SAMPLE = "headprune_sample"  # of a weight on the meta device: these numbers
 
 
 class Unmapped(HeadpruneError):
-    """A tensor of a model that is made of several tensors of its checkpoint."""
+    """A tensor of a model, made of several tensors of its checkpoint."""
 
 
 def below_base(net: PreTrainedModel, name: str) -> str:
@@ -184,7 +184,7 @@ class Names:
 
     Attributes:
         tensors: The saved tensors by their names on disk.
-        disk: Names on disk by names in the model; without tensors that are fused or split.
+        disk: Names on disk by names in the model; without fused and split tensors.
     """
 
     tensors: dict[str, Tensor]

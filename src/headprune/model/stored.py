@@ -112,7 +112,7 @@ def find_file(
         revision: Branch, tag or commit.
         cache_dir: The cache of the hub; None for the usual one.
         ask: Whether the hub is asked for a file that its cache does not know.
-        token: For the hub; None for the one that is logged in.
+        token: For the hub; None for the token of the login.
     """
     inside = f"{subfolder}/{name}" if subfolder else name
     if Path(model).is_dir():
@@ -230,7 +230,7 @@ def stored_dtypes(
 
     Args:
         net: The model.
-        tensors: Its tensors on disk; empty for a model that was made in memory.
+        tensors: Its tensors on disk; empty for a model made in memory.
         default: Element type without such tensors; None for that of ``net``.
     """
     floats = {name: _FLOATS[t.dtype] for name, t in tensors.items() if t.dtype in _FLOATS}
@@ -290,7 +290,7 @@ def _names_on_disk(net: PreTrainedModel, name: str, tensor: Tensor) -> list[str]
 
 
 def _floating(net: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors that are saved; Marian's sinusoids are not."""
+    """Yield the saved floating-point tensors, so not Marian's sinusoids."""
     ignored = set(net._keys_to_ignore_on_save or ())
     for name, tensor in net.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and name not in ignored:

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.config import BudgetConfig, DataConfig, LayoutOption, Method, Target
-from headprune.data.read import refuse_missing_file
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
 from headprune.model.attention import attention_of
@@ -107,14 +106,12 @@ def refuse_request(request: CutRequest, refit: DataConfig | None = None) -> None
             "--refit fits W_O to the original, but these gates come with trained "
             "weights, which compute something else. Leave out --refit, or train with --train gates."
         )
-    if refit is not None:
-        refuse_missing_file(refit.source)
 
 
 def _refuse_other_than_refitted(
     trained: GatesMetadata, keep: float | int | None, refit: DataConfig | None
 ) -> None:
-    """Refuse a refit or other heads with gates whose W_O was refitted."""
+    """Refuse a refit or other heads with gates that hold a refitted W_O."""
     if refit is not None:
         raise PlanError(
             "--refit: W_O was refitted when these gates were made, and is in them. Leave out "
@@ -123,7 +120,7 @@ def _refuse_other_than_refitted(
     sizes = trained.unit_sizes()
     if keep is not None and head_budget(keep, sizes) != trained.kept_heads:
         raise PlanError(
-            f"--keep {keep} of gates whose W_O was refitted to {trained.kept_heads} of "
+            f"--keep {keep}: the gates hold a W_O refitted to {trained.kept_heads} of "
             f"{trained.query_heads} heads. Leave out --keep, train gates with that "
             "--target-heads, or train them with --method l0."
         )

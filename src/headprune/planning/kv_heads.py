@@ -78,7 +78,7 @@ class KvPlan:
     """The choice for every module, and its alternatives.
 
     Attributes:
-        ways: Per module path, the ways that were measured.
+        ways: Per module path, the measured ways.
         chosen: Per module path, the way it goes.
     """
 
@@ -186,7 +186,7 @@ def choose(
     Args:
         ways: Per module path, those to choose from.
         budget: KV heads of all modules together.
-        asked: How that was asked for, for messages.
+        asked: The option and its value, for messages.
         constraints: Shapes of the result; with the same KV heads everywhere, they
             come as near to the budget as they can without going beyond it.
 

@@ -74,7 +74,7 @@ def plan(
     """Make a plan from scores.
 
     Args:
-        model: Folder or hub id; the one that was scored.
+        model: Folder or hub id of the scored model.
         scores: The scores folder.
         config: What may stay, and how it is chosen.
         output: The plan file to write; None for none.

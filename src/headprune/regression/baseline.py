@@ -148,7 +148,7 @@ class Baseline(BaseModel):
     def refuse_metric(
         self, path: Path, metric: str, settings: dict[str, Any], against: str | None
     ) -> None:
-        """Refuse a metric that was not recorded, or was measured otherwise.
+        """Refuse an unrecorded metric, or one measured otherwise.
 
         Args:
             path: The file of this baseline.
@@ -192,7 +192,7 @@ def read_baseline(path: Path) -> Baseline:
 
 @dataclass(frozen=True)
 class GitState:
-    """The commit that is checked out, and tracked files that differ from it."""
+    """The checked-out commit, and tracked files that differ from it."""
 
     commit: str
     changed: tuple[str, ...]

@@ -160,7 +160,7 @@ def update_baseline(
     sources = [domain.source for domain in config.data]
     with claimed_file(path, BASELINE, True, (config.model, *sources, config.against)):
         earlier = read_baseline(path) if path.exists() and not allow_other else None
-        # of use for embeddings only, which are measured against the original
+        # of use for embeddings only: these are measured against the original
         original = not limits or any(_is_of_two(one) for one in limits)
         loaded = _load(config, config.against if original else None, trust_remote_code)
         if earlier is not None:

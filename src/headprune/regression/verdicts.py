@@ -57,7 +57,7 @@ class Judged(BaseModel):
         op: The side of the bound where it must be.
         bound: The bound.
         value: The measured value.
-        low: Lower end of its interval; None for counts, which are not estimated.
+        low: Lower end of its interval; None for counts, as these are exact.
         high: Upper end.
         confidence: Level of the interval.
         n: Windows, examples or repeats behind it.

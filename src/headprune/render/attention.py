@@ -21,7 +21,7 @@ from headprune.io.writing import write_whole
 from headprune.render.html import page, template
 from headprune.role.sentence import LayerWeights, Sentence, read_sentence
 
-FIRST = 3  # heads that are shown where none is named
+FIRST = 3  # heads to show where none is named
 FULL = 65_535  # a weight of 1, as the page holds it
 _COLOUR = (11, 83, 148)
 
@@ -89,7 +89,7 @@ class AttentionPicture:
         )
 
     def left_out(self) -> Iterator[str]:
-        """Yield a sentence per text about tokens that are not shown."""
+        """Yield a sentence per text about tokens left out."""
         sides = {
             side.labels: side for one in self.sentence.layers for side in (one.queries, one.keys)
         }
@@ -97,8 +97,8 @@ class AttentionPicture:
             if side.left_out:
                 shown = len(side.labels)
                 yield (
-                    f"The text has {shown + side.left_out} tokens; the model was given the first "
-                    f"{shown}, which are shown."
+                    f"The text has {shown + side.left_out} tokens; the model read the first "
+                    f"{shown}, and the page shows these."
                 )
 
     def _data(self) -> dict[str, Any]:

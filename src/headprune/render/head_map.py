@@ -56,7 +56,7 @@ class HeadMap:
     """The heads of a model, layer by head."""
 
     layers: list[Layer]
-    evidence: str | None = None  # name of the number that is shown
+    evidence: str | None = None  # name of the shown number
     name: str = ""  # of its run, beside others
 
     def keep(self, kept: Set[tuple[str, int]]) -> None:

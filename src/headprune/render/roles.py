@@ -15,11 +15,11 @@ from headprune.render.terminal import show
 if TYPE_CHECKING:
     from headprune.schemas.roles import HeadRoles, ModuleRoles, Rise, RoleHead, RolesRecord
 
-NOTHING, GONE = "·", " "  # a head without role, and one that was cut
+NOTHING, GONE = "·", " "  # a head without role, and a removed head
 _MOST = 6  # heads that a line names
 _KEY = (
     "Capital letters and = are roles; small ones are attributes, or roles that the interval leaves "
-    f"open; {NOTHING} is neither. +: more heads are nearly over the line. score: the interval. "
+    f"open; {NOTHING} is neither. +: more heads are nearly have it. score: the interval. "
     "writes: norm of the best one's output, relative to the residual."
 )
 
@@ -68,7 +68,7 @@ def _by_role(result: RolesRecord) -> Table:
             (
                 facts.sign,
                 role,
-                f"+{facts.line:g}" if facts.beyond else f"{facts.line:g}",
+                f"+{facts.threshold:g}" if facts.beyond else f"{facts.threshold:g}",
                 f"{states.count('over')}" + (f"+{nearly}" if nearly else ""),
                 f"{name}\n{score.variant}" if score.variant else name,
                 f"{score.low:.2f}-{score.high:.2f}",
@@ -76,7 +76,7 @@ def _by_role(result: RolesRecord) -> Table:
                 "-" if head.contribution is None else percent(head.contribution),
             )
         )
-    columns = ("", "role", "line", "heads", "best", "score", "control", "writes")
+    columns = ("", "role", "threshold", "heads", "best", "score", "control", "writes")
     return Table(columns, rows, names=2)
 
 

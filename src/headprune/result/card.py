@@ -24,7 +24,7 @@ from headprune.schemas.roles import RolesRecord
 _INHERITED = ("license", "license_name", "license_link", "language", "base_model")
 _MEASURED = ("", "original", "this model", "against the original")
 _FILES = (
-    "plan.json lists the heads that are left; headprune.json holds versions, hashes and "
+    "plan.json lists the remaining heads; headprune.json holds versions, hashes and "
     "measurements. The id of this result is {id}."
 )
 
@@ -35,7 +35,7 @@ def card(folder: Path, title: str, plan: Plan, manifest: Manifest, sections: str
     Args:
         folder: Where the result lies.
         title: Its name.
-        plan: The heads that are left.
+        plan: The remaining heads.
         manifest: Its record.
         sections: Quality and roles, as ``quality_section`` and ``roles_section`` give them.
     """
@@ -85,7 +85,7 @@ def inherit_metadata(source: Path, folder: Path, origin: str | Path) -> None:
     Args:
         source: The folder of its model.
         folder: The result.
-        origin: The folder or hub id that was given.
+        origin: The folder or hub id, as given.
     """
     kept = _metadata(_text(source))
     if hub.may_be_id(origin):
@@ -101,7 +101,7 @@ def write_card(folder: Path, title: str, plan: Plan, manifest: Manifest) -> None
 def rewrite_card(
     folder: Path, measured: Sequence[Sequence[str]] = (), record: RolesRecord | None = None
 ) -> None:
-    """Writes the model card of a result anew; sections that are not given stay.
+    """Write the model card of a result anew; keep sections without new content.
 
     Args:
         folder: The result.

@@ -53,7 +53,7 @@ class Converted(ModelFolder):
         own_keys: Modules where a norm kept queries from absorbing a map, so that the group takes
             the keys of one of its heads.
         calibration_tokens: How much text it was calibrated on; 0 without.
-        planned: The way every module went, where that was weighed.
+        planned: The way of every module, if weighed.
     """
 
     pruned: Pruned
@@ -75,8 +75,8 @@ class KvPreview:
 
     Attributes:
         plan: The plan.
-        kv_heads: KV heads before and after, of the modules that are converted.
-        planned: The way every module goes, and the others that were measured.
+        kv_heads: KV heads of the converted modules, before and after.
+        planned: The way of every module, and the other measured ways.
         free: Expected cost of the best choice among all ways.
         engines: Per ``--for``, the expected cost of its best choice, or the reason for none.
     """
@@ -139,7 +139,7 @@ def convert_gqa(
 
 @dataclass(frozen=True)
 class Merged:
-    """KV heads that were merged in memory.
+    """KV heads merged in memory.
 
     Attributes:
         edit: The change.
@@ -169,7 +169,7 @@ def merged_of(
     empty_layers: bool = True,
     curvature: Mapping[str, Tensor] | None = None,
 ) -> Merged:
-    """Merge the KV heads of an opened model, whose weights stay as they are.
+    """Merge the KV heads of an opened model; its weights stay as they are.
 
     Args:
         model: The model.
@@ -196,8 +196,8 @@ def merged_of(
     becomes_twin = has_twin(net) and set(wanted.values()) == {1}
     if becomes_twin and residency_of(net) is not None:
         raise PlanError(
-            "With one KV head this model becomes one of another class, which is made of all its "
-            "weights at once. Give --config placement=whole."
+            "With one KV head this model changes its class, and that takes all its weights at "
+            "once. Give --config placement=whole."
         )
     context.stage("testing the verification")
     refuse_unprovable(net, _plan(model, {}))
@@ -239,7 +239,7 @@ class _Merging:
         step: Called with modules done.
         groups: KV heads that share, per merged module.
         own_keys: Modules whose queries could absorb nothing.
-        shared: Modules whose keys were merged by maps that queries absorbed.
+        shared: Modules with keys merged by maps that queries absorbed.
     """
 
     merger: Merger

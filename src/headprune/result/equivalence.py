@@ -4,8 +4,8 @@ All three run on probe inputs (``model.probes``). Beside the differences stands 
 far the logits move when the gates are shifted by one head. A proof whose control is as small as
 its differences would show nothing.
 
-Outputs of every W_O are compared as well, relative to their largest value. Every module that is cut
-has a control of its own: a wrong cut of small weights moves the logits by less than rounding.
+Outputs of every W_O are compared as well, relative to their largest value. Every cut module has a
+control of its own: a wrong cut of small weights moves the logits by less than rounding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 # moves by 2.9e-5 when its gates move by one bit, and by 4.1e-5 from float32 to float64. So that is
 # measured beside every proof, and this many times as much is allowed.
 AMPLIFICATION = 4
-_STORED = 256  # values that are kept of an output
+_STORED = 256  # kept values of an output
 CONCLUSIVE = 10  # a wrong cut must show this many times as much as is allowed
 
 
@@ -86,9 +86,9 @@ class _Control:
 
 @contextmanager
 def _controlled(cuts: Sequence[Cut]) -> Iterator[list[_Control]]:
-    """Measures, in the passes of a model, what wrong gates would change at each module.
+    """Measure, in the passes of a model, the effect of wrong gates at each cut module.
 
-    Only modules that are cut; all, where none is.
+    Without a cut module, it measures all modules.
     """
 
     def watch(cut: Cut, control: _Control) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -171,7 +171,7 @@ def probe_rounding(
     wanted: Outputs,
     decoded: bool = True,
 ) -> Rounding:
-    """Measures rounding, in all outputs that are compared.
+    """Measure rounding, in all compared outputs.
 
     SmolLM2-135M without a quarter of its heads moves by 6.5e-6 in one pass, and by 8.6e-5 where
     padded texts are decoded in chunks.
@@ -259,7 +259,7 @@ def _worst(shares: Sequence[float]) -> float:
 
 
 def difference_from_stored(stored: Sample, outputs: Outputs) -> float:
-    """As ``difference``, at the positions that were kept; infinite if an output is missing."""
+    """Return ``difference`` at the kept positions; infinite if an output is missing."""
     shares = []
     for name, kept in stored.outputs.items():
         if name not in outputs or outputs[name].numel() != kept.size:
@@ -401,7 +401,7 @@ def expect_stored(
     Args:
         model: The model, uncut; afterwards its gates are folded in.
         cuts: The planned cuts.
-        stored: The element types that are written.
+        stored: The element types to write.
 
     Returns:
         What must come out, and the cuts without gates.

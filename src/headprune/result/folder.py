@@ -34,7 +34,7 @@ class ModelFolder:
         return Path(shutil.copytree(self._written.output, folder))
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **options: Any) -> str:
-        """Upload the folder to a repository of the hub, which is created if need be.
+        """Upload the folder to a repository of the hub, created if need be.
 
         ``options`` are those of ``huggingface_hub.HfApi.upload_folder``. Returns its address.
         """

@@ -1,4 +1,4 @@
-"""A model that is about to have fewer KV heads: loaded, and weighed where that was asked for."""
+"""A model before its KV heads are merged: loaded, its ways weighed under a budget."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, LayoutOption
 from headprune.context import Context
 from headprune.data.batches import calibration, merge_calibration
-from headprune.data.read import refuse_missing_file
 from headprune.data.text import Sequences
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
@@ -30,7 +29,7 @@ _WEIGHED_LENGTH = 512  # of a sequence, at most: the cost of attention grows wit
 
 @dataclass(frozen=True)
 class Opened:
-    """A model that is about to be converted.
+    """A model before its conversion.
 
     Attributes:
         model: The model.
@@ -38,7 +37,7 @@ class Opened:
         merger: What merges them.
         sample: The text that it merges by, if it does.
         held_out: Text of a language model to choose by; None where the text is short.
-        planned: The way every module goes, where that was to be weighed.
+        planned: The way of every module, if weighed.
         constraints: Shapes of the result.
     """
 
@@ -67,7 +66,7 @@ def refuse_request(
     """
     if layout is LayoutOption.PADDED:
         raise PlanError(
-            "--layout padded is for heads that are removed (headprune prune). A layer that loses "
+            "--layout padded is for removed heads (headprune prune). A layer that loses "
             "its attention here gets a zero head by headprune export --to vllm."
         )
     merger = Merger.of(config, calibrate is not None)
@@ -79,8 +78,6 @@ def refuse_request(
     refuse_unknown_kinds(config.attention)
     if not weighs(config, calibrate, layout):
         _refuse_unmeasured(config, layout is LayoutOption.UNIFORM or bool(config.targets))
-    if calibrate is not None:
-        refuse_missing_file(calibrate.source)
 
 
 def prepare_merging(

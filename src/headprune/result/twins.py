@@ -61,7 +61,7 @@ class NoTwin(FamilyError):
 def refuse_unproven(
     model: Model, context: Context = Context(), proof: ProofOption = ProofOption.AUTO
 ) -> float | None:
-    """Refuse a model without a row whose tiny twin is not cut exactly.
+    """Refuse a model without a row if cuts of its tiny twin are inexact.
 
     Args:
         model: The model, opened.
@@ -279,7 +279,7 @@ def _refuse_inexact(twin: PreTrainedModel, empty: bool) -> None:
         raise ProofError("A wrong cut of it passes as well.")
     with tempfile.TemporaryDirectory() as folder:
         twin.save_pretrained(folder)
-        code = remote_code(twin.config)  # whose permission was given
+        code = remote_code(twin.config)  # already permitted
         for file in code:
             shutil.copyfile(file, Path(folder) / file.name)
         how = twin.config._attn_implementation

@@ -47,7 +47,7 @@ _SHOWN = 5  # files by name
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """One check of a folder.
 
     Attributes:
         name: Subject of the check.

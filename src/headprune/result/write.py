@@ -1,4 +1,4 @@
-"""The one way out: an edit becomes a folder that is read back and proven."""
+"""The one way out: an edit becomes a folder, read back and proven."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PROOF_ROOM = 1.1  # times the weights, as measured: one model at a time, and a f
 
 @dataclass(frozen=True)
 class Pruned(ModelFolder):
-    """A result that was written and proven.
+    """A written and proven result.
 
     Attributes:
         output: The folder.
@@ -136,7 +136,7 @@ def write(
 ) -> Pruned:
     """Write an edited model shard by shard, read it back, and compare it with the edit in memory.
 
-    A checkpoint whose tensors are fused or split on loading is cut in memory.
+    A checkpoint is cut in memory if loading fuses or splits its tensors.
 
     Args:
         model: The model; its nets are spent.
@@ -170,7 +170,7 @@ def write(
         context.stage(f"probing the gated original{_memory_needed(takes)}")
         net = model.net
         stored = model.result_dtypes(writing.out_dtype)  # refuses an overflow
-        residency = residency_of(net)  # holds the weights that were written
+        residency = residency_of(net)  # holds the written weights
         with replaced(net, edit.tensors):
             expected, cuts = equivalence.expect_stored(net, edit.cuts(net), stored)
             now = written(net, tuple(edit.tensors))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.context import Context
-from headprune.data.read import digest_of_data, refuse_missing_file
+from headprune.data.read import digest_of_data
 from headprune.evaluation.refusals import refuse_other_tokenizer
 from headprune.io.figures import SUFFIXES, save
 from headprune.io.outputs import claims_output, whole_folder
@@ -64,7 +64,6 @@ def roles(
         HeadpruneError: If model and data do not fit, or a module gives no attention weights.
     """
     refuse_unknown_kinds(config.attention)
-    refuse_missing_file(data.source)
     sources = [model] if against is None else [model, against]
     remote = context.allowed.trust_remote_code
     tokenizers = [load_tokenizer(source, trust_remote_code=remote) for source in sources]

@@ -141,7 +141,7 @@ def _marks(
 
 @style()
 def scores_figure(record: RolesRecord) -> Figure:
-    """Draw a small map per score, on one scale; heads over the line are outlined."""
+    """Draw a small map per score, on one scale; heads above the threshold are outlined."""
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -172,7 +172,7 @@ def scores_figure(record: RolesRecord) -> Figure:
     shades = [
         Patch(facecolor=(SERIES[0], n / 4), edgecolor=GRID, label=f"{n / 4:g}") for n in range(5)
     ]
-    key = [Patch(facecolor="none", edgecolor=SERIES[1], linewidth=1.3, label="over its line")]
+    key = [Patch(facecolor="none", edgecolor=SERIES[1], linewidth=1.3, label="above its threshold")]
     if any(cut):
         key.append(_handle((), "cut", marker="x", markersize=4))
     figure.legend(
@@ -195,7 +195,7 @@ def _scores(
 ) -> None:
     import numpy as np
 
-    axes.set_title(f"{name}\n≥ {record.roles[name].line:g}", fontsize=8.5)
+    axes.set_title(f"{name}\n≥ {record.roles[name].threshold:g}", fontsize=8.5)
     rows = [{h.head: h.scores[name] for h in m.heads if name in h.scores} for m in record.modules]
     grid = np.full((len(rows), columns), np.nan)
     for y, row in enumerate(rows):

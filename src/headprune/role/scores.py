@@ -87,10 +87,10 @@ def score_of(
     interval = _interval(sums[judging, best], counts[judging, best], config)
     if role.beyond:
         gain = _interval(gains[judging, best], counts[judging, best], config)
-        state = _state(gain, None, role.line)
+        state = _state(gain, None, role.threshold)
     else:
-        state = _state(interval, control_share, role.line)
-    passing = (_share(gains, counts) >= role.line) & enough if role.beyond else enough & False
+        state = _state(interval, control_share, role.threshold)
+    passing = (_share(gains, counts) >= role.threshold) & enough if role.beyond else enough & False
     return RoleScore(
         score=interval.estimate,
         low=interval.low,
@@ -120,10 +120,10 @@ def resampled(statistic: Callable[[Any], Any], n: int, config: RolesConfig) -> I
     return bootstrap(statistic, n, config.resamples, config.confidence, config.seed)
 
 
-def _state(interval: Interval, control: float | None, line: float) -> State:
-    if (control is not None and control >= line) or not interval.high >= line:
+def _state(interval: Interval, control: float | None, threshold: float) -> State:
+    if (control is not None and control >= threshold) or not interval.high >= threshold:
         return "under"
-    return "over" if interval.low >= line else "nearly"
+    return "over" if interval.low >= threshold else "nearly"
 
 
 def _head(head: int, scores: dict[str, RoleScore], contribution: float | None) -> HeadRoles:
@@ -136,7 +136,7 @@ def _head(head: int, scores: dict[str, RoleScore], contribution: float | None) -
 
     def factor(name: str) -> float:
         role, score = ROLES[name], scores[name]
-        return score.score / (role.line + (score.control or 0) * role.beyond)
+        return score.score / (role.threshold + (score.control or 0) * role.beyond)
 
     return HeadRoles(
         head=head,

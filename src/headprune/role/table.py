@@ -2,7 +2,7 @@
 
     score = sum over queries / number of queries
 
-A head has a role where its interval is over the line and its control under it.
+A head has a role where its interval is above the threshold and its control below it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Role:
     Attributes:
         measure: Sums and counts on one batch; None where the module has no score.
         sign: Letter in the table of heads.
-        line: Lowest score of a head with the role.
+        threshold: Lowest score of a head with the role.
         on: Input of the measure.
         control: None where idle heads may have the role.
         attribute: Given beside a role, never as the role.
         crosses: Whether cross-attention can have it.
-        beyond: The line is on the score less its control.
+        beyond: The threshold is on the score less its control.
         fewest: Queries that a variant needs.
         variants: Offsets, kinds or relations with a score each; the best counts.
     """
 
     measure: Measure
     sign: str
-    line: float
+    threshold: float
     on: Input = "text"
     control: Control | None = "uniform"
     attribute: bool = False
@@ -70,18 +70,18 @@ class Role:
 
     @property
     def source(self) -> str:
-        """Paper and place of definition and line."""
+        """Paper and place of definition and threshold."""
         return " ".join(self.reference.partition("\nSource: ")[2].split()).rstrip(".")
 
 
 ROLES: Registry[Role] = Registry("role", PlanError)
 
 
-def role(name: str, sign: str, line: float, **fields: Any) -> Callable[[Measure], Measure]:
+def role(name: str, sign: str, threshold: float, **fields: Any) -> Callable[[Measure], Measure]:
     """Register the decorated function as a role."""
 
     def register(measure: Measure) -> Measure:
-        ROLES.add(name, Role(measure, sign, line, **fields))
+        ROLES.add(name, Role(measure, sign, threshold, **fields))
         return measure
 
     return register
@@ -109,7 +109,7 @@ def previous_token(attn: Attended) -> Counted:
     Measured on random tokens, where nothing but the place says where to look. On text the same
     heads score lower, where they find something better.
 
-    Source: Clark et al. 2019, arXiv 1906.04341, section 3.1; the line is that of their code.
+    Source: Clark et al. 2019, arXiv 1906.04341, section 3.1; the threshold is that of their code.
     """
     return attn.at_offset(-1)
 
@@ -122,7 +122,7 @@ def next_token(attn: Attended) -> Counted:
 
     Measured on random tokens, as previous-token is.
 
-    Source: Clark et al. 2019, arXiv 1906.04341, section 3.1; the line is that of their code.
+    Source: Clark et al. 2019, arXiv 1906.04341, section 3.1; the threshold is that of their code.
     """
     return attn.at_offset(1)
 
@@ -133,7 +133,7 @@ def self_token(attn: Attended) -> Counted:
 
         mean over queries of A[q, q]
 
-    Source: Clark et al. 2019, arXiv 1906.04341, section 3.1, with the line of its neighbours.
+    Source: Clark et al. 2019, arXiv 1906.04341, section 3.1, with the threshold of its neighbours.
     """
     return attn.at_offset(0, attn.queries_after(1))  # the first sees only itself if causal
 
@@ -167,7 +167,7 @@ def delimiter(attn: Attended) -> Counted:
 
     The first token of causal attention is left out: it is the attribute first-token.
 
-    Source: Clark et al. 2019, arXiv 1906.04341, section 3.2; the line is that of their code.
+    Source: Clark et al. 2019, arXiv 1906.04341, section 3.2; the threshold is that of their code.
     """
     kinds = torch.stack([torch.isin(attn.key_ids, attn.classes[kind]) for kind in KINDS], -1)
     kinds &= attn.keys[..., None]
@@ -186,7 +186,7 @@ def duplicate_token(attn: Attended) -> Counted:
 
     The control has another second run: a head that always looks n places back has no role.
 
-    Source: Wang et al. 2022, arXiv 2211.00593, section 3; the line is ours.
+    Source: Wang et al. 2022, arXiv 2211.00593, section 3; the threshold is ours.
     """
     return attn.in_second_run(-attn.period)
 
@@ -199,7 +199,7 @@ def induction(attn: Attended) -> Counted:
 
     The control has another second run: a head that always looks n - 1 places back has no role.
 
-    Source: Olsson et al. 2022, arXiv 2209.11895, on prefix matching; the line is ours.
+    Source: Olsson et al. 2022, arXiv 2209.11895, on prefix matching; the threshold is ours.
     """
     return attn.in_second_run(1 - attn.period)
 
@@ -214,7 +214,7 @@ def retrieval(attn: Attended) -> Counted:
     contexts whose whole number the model writes count. The control has the needle at another depth:
     a head that always looks as far back has no role. It needs ``needle_lengths``.
 
-    Source: Wu et al. 2024, arXiv 2404.15574, section 2; the line is theirs.
+    Source: Wu et al. 2024, arXiv 2404.15574, section 2; the threshold is theirs.
     """
     largest, copied = attn.weights.argmax(-1), attn.facts["copied"]
     looked_at = attn.facts["needle"][:, None].expand(-1, largest.shape[1], -1).gather(-1, largest)
@@ -295,8 +295,8 @@ def rare_token(attn: Attended) -> Counted:
     Frequencies are those of the file of trees. Queries that see fewer than eight tokens, or only
     the 500 most frequent ones, do not count; special tokens are left out. It needs ``--trees``.
 
-    Source: Voita et al. 2019, arXiv 1905.09418, section 5.3; the paper has no line, and over half
-    for one of two.
+    Source: Voita et al. 2019, arXiv 1905.09418, section 5.3; the paper has no threshold, and
+    over half for one of two.
     """
     ranks, heads = attn.facts["ranks"], attn.weights.shape[1]
     known = ranks >= 0
@@ -321,7 +321,7 @@ def copying(attn: Attended) -> Counted | None:
     Only models that predict the next token, and whose W_O writes what W_U reads, have it.
 
     Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits, and Olsson et
-    al. 2022, arXiv 2209.11895, on copying; the line is ours.
+    al. 2022, arXiv 2209.11895, on copying; the threshold is ours.
     """
     if attn.written is None:
         return None
@@ -357,7 +357,7 @@ def first_token(attn: Attended) -> Counted:
     Many heads rest there where their target is missing, induction heads among them, so it is
     an attribute.
 
-    Source: Xiao et al. 2023, arXiv 2309.17453, section 3.1; they draw no line.
+    Source: Xiao et al. 2023, arXiv 2309.17453, section 3.1; they draw no threshold.
     """
     first = attn.first_key()
     mass = attn.weights[torch.arange(len(first)), :, :, first].float()

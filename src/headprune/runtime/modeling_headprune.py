@@ -9,7 +9,7 @@ model that headprune cut unevenly, so that
 loads it where headprune is not installed. Its settings stand in ``config.headprune``:
 
     family   where attention sits, its projections, and which attributes follow the head counts
-    layout   per attention module, the ids of the heads that are left
+    layout   per attention module, the ids of the remaining heads
 
 ``modeling_headprune.LlamaForCausalLM`` (any class name of transformers will do) is the stock class
 with its attention resized after ``__init__``. No modelling code is copied.
@@ -257,7 +257,7 @@ def _group_sizes(heads: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def check_heads(heads: Any) -> None:
-    """Refuses what describes no heads: an entry of the layout that is damaged.
+    """Refuse a damaged entry of the layout.
 
     Raises:
         ValueError: Naming the mistake.
@@ -284,7 +284,7 @@ def _check_description(description: Any) -> None:
     """Refuse an invalid ``config.headprune``.
 
     Raises:
-        ValueError: Naming the part that is damaged, or the schema.
+        ValueError: Naming the damaged part, or the schema.
     """
     parts = description if isinstance(description, Mapping) else {}
     if parts.get("schema_version") != SCHEMA:
@@ -334,16 +334,16 @@ def _check_fits(attention: Attention, family: Mapping[str, Any], heads: Mapping[
 
 
 def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, Any]) -> None:
-    """Gives one attention module the sizes that the heads left need.
+    """Give one attention module the sizes for its remaining heads.
 
-    Tensors that already have the new size keep their values; wider ones are cut to their first
-    entries, as a place for weights that are loaded next.
+    Tensors that already have the new size keep their values. Wider ones are cut to their first
+    entries, to hold the weights loaded next.
 
     Args:
         attention: The attention module.
         family: The row of its family.
-        heads: Its entry of the layout: ids of the query heads and KV heads that are left, and,
-            where the KV heads have unequal numbers of queries, these numbers.
+        heads: Its entry of the layout: ids of the remaining query heads and KV heads. Where the KV
+            heads have unequal numbers of queries, these numbers too.
     """
     attention.query_ids, attention.kv_ids = tuple(heads["query_heads"]), tuple(heads["kv_heads"])
     attention.group_sizes = _group_sizes(heads)
@@ -506,7 +506,7 @@ _EMPTY: dict[type, type] = {Conv1D: EmptyConv1D, nn.Linear: EmptyLinear}
 
 
 class Positions:
-    """Positions that are picked along one dimension, on whatever device the tensor is.
+    """Positions to pick along one dimension, on the device of the tensor.
 
     A list would be copied to that device in every layer and for every token.
     """
@@ -572,7 +572,7 @@ class _SharingCache:
         self.cache, self.firsts, self.owners = cache, firsts, owners
 
     def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stores each KV head once, and returns all that are stored once per query head."""
+        """Store each KV head once; return all stored keys and values, one per query head."""
         own = self.firsts.pick(keys, 1), self.firsts.pick(values, 1)
         keys, values = self.cache.update(*own, *args, **kwargs)
         return self.owners.pick(keys, 1), self.owners.pick(values, 1)
@@ -637,7 +637,7 @@ def _blank(mixin: type, native: type) -> Any:
 
 
 class NarrowedNorm(_Changed):
-    """A norm over all heads of the original model, of whose output some heads are used."""
+    """A norm over all heads of the original model; it returns the remaining ones."""
 
     headprune_heads: tuple[Positions, int]
 
@@ -659,10 +659,10 @@ class RepeatingProjection(_Changed):
 
 
 class PartOfHeads(_Changed):
-    """An attention class that is handed something for every head of the original model.
+    """An attention class whose arguments hold values for every head of the original model.
 
-    Or that counts KV heads by its query heads and has fewer: then projections repeat K and V for
-    it, and the cache holds them once.
+    Or one that counts KV heads by its query heads and has fewer. Then projections repeat K and V
+    for it, and the cache holds them once.
     """
 
     headprune: _Facts

@@ -55,7 +55,7 @@ class LineageStep(BaseModel):
         query_heads: Query heads before and after.
         kv_heads: KV heads before and after.
         parameters: Parameters before and after.
-        layout: Per attention module, the heads that are left.
+        layout: Per attention module, the remaining heads.
         engines: Engines of generated text that hold its shape.
         done: The change.
         refit: The refit of W_O, if there was one.

@@ -125,7 +125,7 @@ class Plan(BaseModel):
 
     @property
     def merged(self) -> list[str]:
-        """The modules whose KV heads are merged."""
+        """The modules with merged KV heads."""
         parts = self.attentions.items()
         return [path for path, part in parts if any(len(g) > 1 for g in part.groups or ())]
 

@@ -92,7 +92,7 @@ class Sample(BaseModel):
     """Samples of the gated original's outputs, to prove a result again later.
 
     Attributes:
-        inputs_sha256: Digest of the probe inputs, which are made anew from the seed.
+        inputs_sha256: Digest of the probe inputs, made anew from the seed.
         outputs: By name.
         seed: Seed of the inputs.
     """

@@ -1,4 +1,4 @@
-"""Records of a result: the change, the heads that are left, the proof.
+"""Records of a result: the change, the remaining heads, the proof.
 
 They stand in ``config.headprune`` and headprune.json, and are checked as these are read.
 """
@@ -23,7 +23,7 @@ from headprune.schemas.values import Count, Difference, Digest, Finite
 
 
 class Heads(BaseModel):
-    """The heads that are left of one attention module.
+    """The remaining heads of one attention module.
 
     Attributes:
         query_heads: Ids of its query heads, in order; ids are those of the model before any cut.
@@ -55,7 +55,7 @@ class Description(BaseModel):
     Attributes:
         schema_version: The latest that the runtime reads.
         family: The row of the model's family, as the runtime takes it.
-        layout: Per attention module, the heads that are left.
+        layout: Per attention module, the remaining heads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -109,7 +109,7 @@ class Pruning(_Part):
     Attributes:
         evidence: The evidence of the choice.
         trained_weights: True if the gates came with weights, trained or refitted.
-        refit_left_out: Cost of a refit of W_O that was left out for it.
+        refit_left_out: Worth of a refit of W_O, left out as it did not help.
     """
 
     kind: Literal["pruning"] = "pruning"
@@ -162,10 +162,10 @@ class Healing(_Part):
         teacher_id: Its id; None where its files are not at hand.
         steps: Optimiser steps.
         before: Loss of the objective on held-out text, before.
-        after: The same, of the weights that were taken.
+        after: The same, of the weights of the result.
         own_share: Weight of the model's own loss in it; the divergence from the teacher has the
             rest.
-        taken_after: Step of the weights that were kept; 0 for the initial ones.
+        taken_after: Step of the weights in the result; 0 for the initial ones.
         seed: Seed of the order of the data.
         optimizer: Name of the optimiser.
         objective: Name of the loss.
@@ -198,12 +198,12 @@ Done = Annotated[Pruning | Merging | Healing | Migration, Field(discriminator="k
 
 
 class Refit(_Part):
-    """W_O was fitted anew, so that it makes up for the heads that are gone.
+    """W_O was fitted anew, to make up for the removed heads.
 
     Attributes:
         data: Source of the text.
-        tokens: Tokens that were used.
-        modules: Attention modules whose W_O was fitted.
+        tokens: Number of tokens used.
+        modules: Number of attention modules with a fitted W_O.
         error_before: Mean squared error of their outputs with the old W_O, relative to the goal of
             the refit (see ``surgery.refit``).
         error_after: The same, with the new one.
@@ -221,7 +221,7 @@ class Refit(_Part):
 
 
 class Contender(_Part):
-    """A model that was measured before one was chosen.
+    """A measured candidate.
 
     Attributes:
         name: Its name.
@@ -288,7 +288,7 @@ class Recorded(BaseModel):
     Attributes:
         id: Id of the result.
         files: SHA-256 of every other file of the folder, but for the model card.
-        layout: Per attention module, the heads that are left.
+        layout: Per attention module, the remaining heads.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

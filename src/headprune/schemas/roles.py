@@ -25,7 +25,7 @@ class RoleFacts(_Record):
     """A role as it was measured; the attributes are those of ``Role``."""
 
     definition: str
-    line: float
+    threshold: float
     sign: str
     source: str
     on: str
@@ -40,10 +40,10 @@ class RoleScore(_Record):
     Attributes:
         score: On all sequences, with the ends of its interval.
         control: The score of the control; None where the role has none.
-        state: over: the interval is over the line, and the control under it. nearly: the interval
-            straddles the line. under: all others.
+        state: over: the interval is above the threshold, the control below it. nearly: the interval
+            straddles the threshold. under: all others.
         variant: The offset, kind of token, or relation and direction with that score.
-        others: Further relations over their line, and their scores.
+        others: Further relations above their threshold, and their scores.
     """
 
     score: float
@@ -75,11 +75,11 @@ class HeadRoles(_Record):
 
     Attributes:
         head: Its number in the original model.
-        role: The role whose line it passes by the largest factor.
-        nearly: Roles whose line its interval straddles.
-        attributes: Attributes that are over their line.
+        role: The role whose threshold it passes by the largest factor.
+        nearly: Roles whose threshold its interval straddles.
+        attributes: Attributes that are above their threshold.
         scores: By role; impossible ones are left out.
-        effect: Rise of the loss without it; None where that was not measured.
+        effect: Rise of the loss without it; None where unmeasured.
         contribution: Norm of its output, as a fraction of the residual's.
     """
 
@@ -92,7 +92,7 @@ class HeadRoles(_Record):
     contribution: float | None = None
 
     def has(self, role: str) -> bool:
-        """Return whether it is over the line of a role."""
+        """Return whether it is above the threshold of a role."""
         return role in self.scores and self.scores[role].state == "over"
 
 
@@ -116,7 +116,7 @@ class RoleChange(_Record):
     """A role in the original and in the cut model.
 
     Attributes:
-        kept: Heads that are over the line in both.
+        kept: Heads that are above the threshold in both.
         lost: Heads that were over it and are gone, or no longer surely over it.
         moved: Heads that are over it now only.
         is_lost: True if the original had heads with the role, and none is left.
@@ -154,8 +154,8 @@ class RolesRecord(_Record):
         data_sha256: Digest of its files; None for data of the hub.
         trees_sha256: Digest of the treebank; None without one.
         settings: Settings of the measurement.
-        tokens: Tokens of the text that were read.
-        roles: Every role that was measured.
+        tokens: Number of tokens read.
+        roles: Every measured role.
         modules: The attention modules, first layer first.
         sets: By role, the effect of its heads together; empty without ablation.
         against: The original that it was compared with.
@@ -180,7 +180,7 @@ class RolesRecord(_Record):
     changes: dict[str, RoleChange] = {}
 
     def heads(self, role: str) -> set[tuple[str, int]]:
-        """Return paths and ids of the heads over the line of a role."""
+        """Return paths and ids of the heads above the threshold of a role."""
         return {(m.path, head.head) for m in self.modules for head in m.heads if head.has(role)}
 
 

@@ -35,7 +35,7 @@ class ScoresMetadata(BaseModel):
     Attributes:
         created: UTC time.
         versions: Of headprune, torch and transformers.
-        model: The model that was scored.
+        model: The scored model.
         unit: Unit of a score.
         modules: The attention modules, in the order of the scores.
         units: Number of units of each module.
@@ -44,7 +44,7 @@ class ScoresMetadata(BaseModel):
         data: Source of the examples; None where no criterion needed any.
         data_sha256: Digest of these files; None of data of the hub.
         calibration: Settings of the calibration.
-        tokens: Tokens that were used.
+        tokens: Number of tokens used.
         recalls: True if units that carry what only the passage tells were looked for.
         ragged: True if a cut may leave KV heads with unequal numbers of queries; ``prune`` then
             needs ``--layout ragged``.
@@ -151,6 +151,6 @@ def read_scores(folder: Path, model: ModelIdentity | None = None) -> Scores:
         raise PlanError(
             f"The scores in '{folder}' are of '{metadata.model.name}' (fingerprint "
             f"{metadata.model.fingerprint}), not of '{model.name}' (fingerprint "
-            f"{model.fingerprint}). Score this model, or give the one that was scored."
+            f"{model.fingerprint}). Score this model, or give the scored one."
         )
     return replace(scores, scores={name: tensors[name] for name in metadata.criteria})

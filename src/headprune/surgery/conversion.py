@@ -126,7 +126,7 @@ class _Recorded:
     attended: Tensor | None = None
 
     def keep(self, projection: ProjectionModule, x: Tensor) -> None:
-        # the input of W_O is the output of the heads, which is kept by itself where needed
+        # the input of W_O is the output of the heads, kept by itself where needed
         self.inputs |= dict.fromkeys(projection.holds.replace("o", ""), x)
 
     def clear(self) -> None:
@@ -166,7 +166,7 @@ class _Conversion:
     def __init__(self, convert: Convert) -> None:
         self.convert = convert
         self.order = Order()
-        # of a run that is made only to record it, and the stream that it computes
+        # of a recording run, and the stream that it computes
         self.recorded: _Recorded | None = None
         self.stream = Stream.ORIGINAL
         # in the module that runs: what its heads give in both streams, and the original's W_O
@@ -192,7 +192,7 @@ class _Conversion:
         outputs = project_output(attention, original.attended.flatten(2))
         rotation, factor = original.rotation(attention, heads, kwargs)
         original.call = call.without_numbers()
-        del call  # as large as all that is kept
+        del call  # as large as everything kept
 
         attended: dict[bool, tuple[HeadWeights, Tensor]] = {}  # of these weights, and the last
 

@@ -1,4 +1,4 @@
-"""An edit: the heads that stay, their groups, and the tensors that are replaced."""
+"""An edit: the heads that stay, their groups, and the replaced tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compensation: W_O refitted by least squares, layer after layer, for the heads that are gone.
+"""Compensation: W_O refitted by least squares, layer after layer, for the removed heads.
 
 In one pass of two streams (see ``model.streams``), every W_O is fitted on the inputs that the cut
 and refitted layers before it produce. The goal is half the original's output at its place, and half
@@ -26,10 +26,10 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.least_squares import Moments, fit_held_out, held_out
 
 # Of the goal of a fit, the share that the uncut layer makes of what enters it in the cut model; the
-# rest, the output in the original, has later layers mend the loss of earlier ones, but on the kind
-# of text that is fitted to alone. docs/experiments.md gives the worth of each.
+# rest, the output in the original, has later layers mend the loss of earlier ones, but only on the
+# kind of text of the fit. docs/experiments.md gives the worth of each.
 OWN_SHARE = 0.5
-_TOKENS = 4096  # whose moments are taken at once: what bounds the copies of their states
+_TOKENS = 4096  # at once in the moments: this bounds the copies of their states
 RIDGES = (math.inf, 3e-1, 1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5)
 
 
@@ -148,13 +148,13 @@ def fit_output(
     wanted: Float[Tensor, "sequences length hidden"],
     batch: Batch,
 ) -> FittedOutput:
-    """Fits the W_O of one module.
+    """Fit the W_O of one module.
 
     Args:
         attention: The module; it stays as it is.
-        gate: 0 for heads that are closed.
-        mine: What its heads give, times their gates where these are other than 0 and 1.
-        wanted: What W_O is to make of it.
+        gate: 0 for closed heads.
+        mine: Outputs of its heads, times their gates where these are other than 0 and 1.
+        wanted: The wanted output of W_O.
         batch: The text.
 
     Raises:

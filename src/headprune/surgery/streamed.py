@@ -21,20 +21,20 @@ def cut_pieces(
     stored: StoredDtypes,
     tensors: Mapping[str, StoredTensor],
 ) -> tuple[list[Piece], Shape]:
-    """Cuts a model without weights, and says what every tensor of the result is made of.
+    """Cut a model without weights; return the source of every tensor of the result.
 
     Args:
         net: The model, on the meta device; it becomes the result, in its element types.
         cuts: The heads that go.
         stored: The element types to write.
-        tensors: What its checkpoint holds.
+        tensors: The tensors of its checkpoint.
 
     Returns:
         The tensors in their order, and how the result must be stored.
 
     Raises:
-        Unmapped: If a tensor that is cut is no tensor of the checkpoint, but fused or split when
-            the model is loaded.
+        Unmapped: If a cut tensor is no tensor of the checkpoint, but fused or split when the model
+            is loaded.
     """
     before, old = Names.of(net), _state(net)
     types = {name: tensor.dtype for name, tensor in old.items()}
@@ -53,9 +53,7 @@ def cut_pieces(
     live: dict[str, str] = {disk: name for name, disk in after.disk.items()}
     for disk, tensor in after.tensors.items():
         size = tuple(tensor.shape)
-        if (
-            disk not in live
-        ):  # one of several that are a single tensor of the model, which is not cut
+        if disk not in live:  # one of several in a single, uncut tensor of the model
             source, computed = stored_as(net, disk, size, tensors), before.tensors[disk].dtype
             pieces.append(Piece(disk, None, source, None, computed, tensor.dtype))
         else:

@@ -20,7 +20,7 @@ class IndexMap:
 
     Attributes:
         tensor: Name of the tensor in the state dict.
-        dim: Dimension that is indexed.
+        dim: Indexed dimension.
         indices: Kept positions along ``dim``, in their new order.
         scale: Factor per kept position, or None for 1.
     """

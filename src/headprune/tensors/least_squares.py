@@ -23,7 +23,7 @@ from torch import Tensor
 HELD_OUT = 8
 REMOVAL_RIDGE = 1e-2  # share of the mean diagonal; about what held-out tokens choose in a refit
 _FLOOR = 1e-9  # of the mean diagonal: what keeps a singular moment solvable
-_ROWS = 4096  # tokens whose products are taken at once: what bounds the copies in another dtype
+_ROWS = 4096  # tokens at once in products: this bounds the copies in another dtype
 
 
 def product_dtype(device: torch.device) -> torch.dtype:

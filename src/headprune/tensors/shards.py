@@ -1,4 +1,4 @@
-"""Tensors that are split over processes."""
+"""Tensors split over processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; where it is split over processes, all of them have to ask for it."""
+    """Return all of a tensor; of one split over processes, all of them have to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -30,7 +30,7 @@ def split_as(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def parts_of(tensor: Tensor) -> Sequence[Tensor]:
-    """Views of some of its rows each; all of a tensor that is split over processes."""
+    """Return views of some of its rows each; all of a tensor split over processes."""
     if isinstance(tensor, DTensor) or not tensor.dim():
         return [tensor]
     rows = max(1, _PART * len(tensor) // max(tensor.nbytes, 1))

@@ -33,7 +33,7 @@ from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import Rotation
 from headprune.tensors.solvers import conjugate_gradients
 
-TOKENS = 1024  # whose scores are computed at a time
+TOKENS = 1024  # at a time in the scores
 ROUNDS = 2
 STEPS = 3  # of conjugate gradients in every half round
 QUERIES = 96  # of every sequence, evenly spaced, in the fit of the scores: neighbours attend alike,
