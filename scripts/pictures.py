@@ -1,4 +1,4 @@
-"""Pictures of README and docs, from the results of the demo: ``python scripts/pictures.py``.
+"""Pictures and pasted outputs of README and docs, from the demo: ``python scripts/pictures.py``.
 
 docs/pictures gets terminals, roles and the drawing of the README as SVG, light and dark. The pages
 of report and attention become PNG, by Chromium.
@@ -6,6 +6,7 @@ of report and attention become PNG, by Chromium.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ from headprune.io.figures import GRID, INK, MUTED, PAPER, Series, curve, save
 from headprune.model.attention import attention_of
 from headprune.model.open import read_model
 from headprune.render import terminal
+from headprune.render.blocks import Block
 from headprune.render.models import evaluation, inspection
 from headprune.render.records import contenders, proof
 from headprune.schemas.manifest import read_manifest
@@ -55,6 +57,20 @@ def shown(name: str, command: str, show: Callable[[Console], None]) -> None:
             console.print(f"[bold]$ {command}[/]\n", highlight=False)
             show(console)
         console.save_svg(str(PICTURES / f"{name}{suffix}.svg"), title="headprune", theme=theme)
+
+
+def pasted(name: str, blocks: list[Block]) -> None:
+    """Put text of a terminal below its marks in README and docs."""
+    console = Console(width=80, color_system=None, record=True, file=io.StringIO())
+    terminal.show(console, blocks)
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    text = "\n".join(line for line in lines if line.strip(" ─"))
+    mark = f"<!-- output: {name} -->\n```text\n"
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        before, found, after = page.read_text(encoding="utf-8").partition(mark)
+        if found:
+            rest = after[after.index("```") :]
+            page.write_text(f"{before}{mark}{text}\n{rest}", encoding="utf-8")
 
 
 def photographed(page: Path, size: str) -> None:
@@ -183,6 +199,7 @@ def main() -> None:
         f"headprune evaluate small --data test.txt --against {name}",
         lambda console: evaluation(console, report),
     )
+    pasted("proof", proof(manifest))
     photographed(DEMO / "report.html", "1200,1500")
     looked_at(report.against.name)
     drawing(report)

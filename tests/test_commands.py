@@ -172,11 +172,11 @@ def test_a_value_is_the_same_as_text_and_as_itself(given: Any, wanted: Any) -> N
 
 def test_wrong_values_from_python_are_told_in_a_sentence() -> None:
     with pytest.raises(HeadpruneError, match="--layout: Input should be 'per-layer', "):
-        headprune.prune("m", Path("o"), layout="x")  # type: ignore[arg-type]  # on purpose
+        headprune.prune(".", Path("o"), layout="x")  # type: ignore[arg-type]  # on purpose
     with pytest.raises(HeadpruneError, match="exactly one of --target-heads and --l0-penalty"):
-        headprune.train_gates("m", Path("o"), data="d")
+        headprune.train_gates(".", Path("o"), data="d")
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
-        headprune.inspect("m", nonsense=1)  # type: ignore[call-arg]  # on purpose
+        headprune.inspect(".", nonsense=1)  # type: ignore[call-arg]  # on purpose
 
 
 def test_errors_name_settings_as_the_command_takes_them() -> None:
@@ -191,7 +191,9 @@ def test_python_is_told_what_happens(tmp_path: Path) -> None:
     stages: list[str] = []
     (tmp_path / "text.txt").write_text(tiny.text(100))
     with pytest.raises(HeadpruneError):
-        headprune.evaluate("none", data=tmp_path / "text.txt", context=Context(stage=stages.append))
+        headprune.evaluate(
+            tmp_path, data=tmp_path / "text.txt", context=Context(stage=stages.append)
+        )
     assert stages == ["evaluating"]
 
 

@@ -146,6 +146,15 @@ class Command:
         return re.sub(r"headprune [a-z][^']*|(--[a-z0-9-]+)( [A-Z0-9][^ ;]*)?", spelled, message)
 
 
+def _refuse_absent(values: Values) -> None:
+    """Refuse the name of no model, before slow imports."""
+    from headprune.io.hub import refuse_absent
+
+    for name in ("model", "teacher", "against"):
+        if values.get(name) is not None:
+            refuse_absent(values[name])
+
+
 COMMANDS: dict[str, Command] = {}  # of the imported modules
 
 
@@ -164,6 +173,7 @@ def command(
         def on_files(given: dict[str, Any]) -> R:
             try:
                 values = registered.arguments(given)
+                _refuse_absent(values)
                 context = values["context"]
                 remote = bool(values.get("trust_remote_code")) or context.allowed.trust_remote_code
                 context = replace(

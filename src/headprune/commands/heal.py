@@ -34,10 +34,7 @@ def heal(
     output: o.Output,
     *,
     teacher: Annotated[
-        str | Path,
-        BeforeValidator(possible_place),
-        o.PRESENT,
-        o.option("The model it came from."),
+        str | Path, BeforeValidator(possible_place), o.option("The model it came from.")
     ],
     data: o.Data,
     loss: o.Loss = "all",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import BeforeValidator
 
 from headprune.config import values
 from headprune.config.data import DataConfig, data_config
@@ -17,14 +17,6 @@ _PLACE = BeforeValidator(values.possible_place)
 _PATH = BeforeValidator(values.path)
 _LISTED = BeforeValidator(values.listed)
 
-
-def _present(model: str | Path) -> str | Path:
-    from headprune.io.hub import refuse_absent
-
-    return refuse_absent(model)
-
-
-PRESENT = AfterValidator(_present)  # a wrong name ends before slow imports
 _DATA = "Text, JSONL, CSV or parquet file, a folder, or a hub id (name:config@split)."
 
 
@@ -41,9 +33,9 @@ def argument(metavar: str, help: str) -> Any:
 File = Annotated[Path | str, _PATH]
 
 # ---- input and output
-Model = Annotated[str | Path, _PLACE, PRESENT, argument("MODEL", "A model folder or a hub id.")]
+Model = Annotated[str | Path, _PLACE, argument("MODEL", "A model folder or a hub id.")]
 Output = Annotated[Path | str, _PATH, argument("OUTPUT", "The folder to write.")]
-Against = Annotated[str | Path, _PLACE, PRESENT, option("The original model, to compare with.")]
+Against = Annotated[str | Path, _PLACE, option("The original model, to compare with.")]
 Overwrite = Annotated[bool, option("Replace an existing output.", panel=OUTPUT)]
 Resume = Annotated[bool, option("Resume an interrupted run.", panel=OUTPUT)]
 DryRun = Annotated[bool, option("Show what would be written; write nothing.", panel=OUTPUT)]

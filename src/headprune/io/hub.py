@@ -69,19 +69,18 @@ def refuse_no_id(model: str | Path) -> None:
         )
 
 
-def refuse_absent(model: str | Path) -> str | Path:
-    """Return the name of a model; refuse it before any work if there is none.
+def refuse_absent(model: str | Path) -> None:
+    """Refuse the name of no model, before any work.
 
     Raises:
         CheckpointError: Naming it.
     """
     if Path(model).exists():
-        return model
+        return
     refuse_no_id(model)
     kept = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=str(model), repo_type="model")
     if not kept.is_dir() and (why := why_not()):
         raise CheckpointError(f"'{model}': {uncached(why)}")
-    return model
 
 
 def uncached(why: str) -> str:
