@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers.utils import logging
 
 import headprune
 from headprune import command_line
@@ -195,6 +196,20 @@ def test_python_is_told_what_happens(tmp_path: Path) -> None:
             tmp_path, data=tmp_path / "text.txt", context=Context(stage=stages.append)
         )
     assert stages == ["evaluating"]
+
+
+def test_bars_of_transformers_are_hidden_and_come_back(tmp_path: Path) -> None:
+    tiny.save(tiny.model("llama-mha"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(2_000))
+    hidden: list[bool] = []
+    logging.enable_progress_bar()
+    try:
+        context = Context(stage=lambda _: hidden.append(not logging.is_progress_bar_enabled()))
+        settings = {"data": tmp_path / "text.txt", "seq_len": 16, "calibration_tokens": 256}
+        headprune.score(tmp_path / "model", tmp_path / "scores", context=context, **settings)
+        assert hidden and all(hidden) and logging.is_progress_bar_enabled()
+    finally:
+        logging.disable_progress_bar()
 
 
 NEEDS = [

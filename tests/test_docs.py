@@ -16,6 +16,8 @@ import headprune
 from headprune.commands.command import all_commands
 from headprune.config.base import flag
 from headprune.evaluation.metrics import METRICS
+from headprune.render.records import proof
+from tests import tiny
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -225,3 +227,18 @@ def test_troubleshooting_quotes_what_is_said() -> None:
     )
     assert len(quoted) >= 15 and "what nobody says" not in source
     assert not [text for text in quoted if text not in source]
+
+
+def test_pasted_outputs_have_the_words_of_the_source(tmp_path: Path) -> None:
+    """Numbers are those of the demo; ``make pictures`` pastes them."""
+    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    result = headprune.convert_gqa(tmp_path / "model", tmp_path / "merged", kv_heads=1)
+    sentence, table = proof(result.pruned.manifest)
+    words = [f"verified: {sentence.text}", *(name for name, _ in table.rows)]
+    pasted = [
+        re.findall("<!-- output: proof -->\n```text\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+        for page in (ROOT / "README.md", *DOCS.rglob("*.md"))
+    ]
+    blocks = [block for page in pasted for block in page]
+    assert len(blocks) == 3
+    assert all(word in " ".join(block.split()) for block in blocks for word in words)

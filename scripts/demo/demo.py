@@ -38,7 +38,7 @@ PLAN = f"""\
  5. write a page: {RESULTS / "report.html"}
 """
 OTHERS = ("code", "documentation", "play", "reference")
-PASSES = 350  # forward passes of 1,024 tokens that the demo takes as long as
+PASSES = 320  # forward passes of 1,024 tokens that the demo takes as long as
 SHOWN = {
     "perplexity": "perplexity, speeches",
     "perplexity[novel]": "perplexity, novel",

@@ -211,6 +211,11 @@ class _Compression:
         """Does it."""
         self.context.line(f"To be kept: {self.goal.said}; text: {self.named}")
         config = self.config
+        if not config.targets:
+            self.context.line(
+                "Layers may keep different numbers of heads. Such a result loads with "
+                "trust_remote_code or headprune; with --for anywhere it is a plain model."
+            )
         held_out = HeldOut(
             self.model.net,
             self.model.tokenizer,

@@ -139,7 +139,7 @@ def proof(manifest: Manifest) -> list[Block]:
         rows.append(("negative control: one head misplaced", f"{measured.control:.1e}"))
     if measured.cast:
         rows.append((f"cost of writing {manifest.dtype}", f"{measured.cast:.1e}"))
-    words = "outputs match on probe inputs; differences are relative to the largest output."
+    words = "outputs match; differences are relative to the largest output."
     return [Paragraph(words, "verified"), Table(("", "difference"), rows)]
 
 
@@ -198,12 +198,12 @@ def contenders(choice: ModelChoice) -> Table:
     generates = choice.original.kv_cache_bytes_per_token > 0
     recalls = any(choice.passage_words)
     columns = ["", choice.measure, "other half", *["words kept", "other half"] * recalls]
-    columns += ["parameters", *["KV bytes"] * generates, "query/KV heads"]
+    columns += ["parameters", *["KV bytes"] * generates, "query / KV heads"]
     rows = []
     for one in (choice.original, *choice.contenders):
         mark = "> " if one is choice.chosen else "  "
-        cells = [f"{mark}{one.name}", f"{one.chosen_by:.4f}"]
-        cells.append("-" if one.held_out is None else f"{one.held_out:.4f}")
+        cells = [f"{mark}{one.name}", f"{one.chosen_by:.3f}"]
+        cells.append("-" if one.held_out is None else f"{one.held_out:.3f}")
         for share in (one.passage_words, one.held_out_words) if recalls else ():
             cells.append("-" if share is None else f"{share:.3f}")
         cells += [f"{one.parameters:,}", *[f"{one.kv_cache_bytes_per_token:,}"] * generates]
