@@ -234,7 +234,7 @@ def test_pasted_outputs_have_the_words_of_the_source(tmp_path: Path) -> None:
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     result = headprune.convert_gqa(tmp_path / "model", tmp_path / "merged", kv_heads=1)
     sentence, table = proof(result.pruned.manifest)
-    words = [f"verified: {sentence.text}", *(name for name, _ in table.rows)]
+    words = [f"verified: {sentence.words}", *(name for name, _ in table.rows)]
     pasted = [
         re.findall("<!-- output: proof -->\n```text\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
         for page in (ROOT / "README.md", *DOCS.rglob("*.md"))
