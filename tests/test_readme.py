@@ -97,7 +97,7 @@ def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     rows = ["de\ten", *(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(80))]
     for name in ("pairs.tsv", "test.tsv"):
         (folder / name).write_text("\n".join(rows))
-    for name in ("text.txt", "test.txt", "hub.txt", "brown.txt"):
+    for name in ("text.txt", "test.txt", "hub.txt", "brown.txt", "code.txt"):
         (folder / name).write_text(tiny.text(2_000))
     with gzip.open(folder / "en_ewt-ud-dev.conllu.gz", "wt", encoding="utf-8") as trees:
         words = tiny.text(4).split()

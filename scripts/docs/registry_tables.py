@@ -43,7 +43,7 @@ _INPUTS = {
     "text": "the text",
     "repeated": "random tokens, twice",
     "trees": "`--trees`",
-    "needles": "`--needle-lengths`",
+    "needles": "`--config needle_lengths=N`",
 }
 # the measurement behind each need, for readers; a new need must be named here
 _NEEDS = {

@@ -82,7 +82,7 @@ def train_gates(
     trust_remote_code: o.TrustRemoteCode = False,
     context: Context = Context(),
 ) -> GatesRun:
-    """Train a gate on every head, towards an exact number of heads."""
+    """Train gates that decide which heads stay, an exact number of them."""
     source = data_config(data, text_column, label_column, loss=Loss(loss))
     from headprune.gates.train_gates import train_gates
     from headprune.result.twins import refuse_unproven
