@@ -151,7 +151,7 @@ def drawing(report: Report) -> None:
         mpl.rcParams.update({"svg.fonttype": "path", "text.color": ink, "font.size": 11})
         figure, (heads, sizes) = plt.subplots(1, 2, figsize=(9, 2.6), width_ratios=(3, 2))
         _grid(heads, before, after, fill, pale)
-        heads.set_title(f"{sum(before)} KV heads, {sum(after)} kept", color=ink)
+        heads.set_title(f"{sum(before)} KV heads, {sum(after)} kept; a column per layer", color=ink)
         _bars(sizes, bars, ink, fill, pale)
         figure.tight_layout()
         figure.savefig(PICTURES / f"heads{suffix}.svg", transparent=True, metadata={"Date": None})
@@ -187,7 +187,7 @@ def main() -> None:
     assert report.against is not None
     assert manifest.choice is not None
     choice, inspected = manifest.choice, headprune.inspect(report.against.name)
-    name = "HuggingFaceTB/SmolLM2-135M"
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
     shown("inspect", f"headprune inspect {name}", lambda console: inspection(console, inspected))
     shown(
         "compress",

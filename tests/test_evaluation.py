@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from io import StringIO
@@ -31,7 +32,8 @@ from headprune.evaluation.metrics import Samples, rank_correlation, similarity_c
 from headprune.evaluation.report import Metric, Report
 from headprune.model.attention import attention_of
 from headprune.model.speed import measure
-from headprune.render.models import evaluation
+from headprune.render.blocks import Table
+from headprune.render.models import evaluated, evaluation
 from tests import tiny
 
 FAST = {"seq_len": 16, "resamples": 200, "speed": False}
@@ -324,6 +326,19 @@ def test_a_report_round_trips_and_is_strict(text_file: Path, tmp_path: Path) -> 
     assert report.model.speed.decode_tokens_per_s is not None
     assert set(report.provenance.versions) > {"torch", "transformers", "headprune"}
     assert all(f in Report.__doc__ for f in Report.model_fields)  # documented, field by field
+
+
+def test_speeds_beside_the_original_have_their_range(text_file: Path, tmp_path: Path) -> None:
+    folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    config = EvaluateConfig(**FAST | {"speed": True, "decode_batches": (1, 2)})
+    report = evaluate(folder, DataConfig(source=str(text_file)), config, against=folder)
+    (table,) = evaluated(report)
+    assert isinstance(table, Table)
+    cells = {row[0]: row[-1] for row in table.rows}
+    for name in ("prefill tokens/s", "decoded tokens/s, batch 1", "decoded tokens/s, batch 2"):
+        (bounds,) = re.findall(r"^\d+\.\d{3} x \[(.+), (.+)\]$", str(cells[name]))
+        assert 0 < float(bounds[0]) < float(bounds[1])
+    assert "[" not in str(cells["query heads"])
 
 
 def test_models_of_other_dtypes_are_told_apart(text_file: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -38,6 +38,8 @@ class Speed:
         peak_memory_bytes: CUDA: most memory allocated on the device, by this model alone.
             Else: most resident memory of the whole process so far, other models included.
         device: Where it was measured.
+        prefills_s: Seconds of every prefill; models timed in turn have them in the same order.
+        decodes_s: The same of every decoding, by batch size.
     """
 
     prefill_tokens_per_s: float
@@ -47,6 +49,8 @@ class Speed:
     decoded_tokens: int
     peak_memory_bytes: int
     device: str
+    prefills_s: tuple[float, ...] = ()
+    decodes_s: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
 
 def measure(
@@ -86,6 +90,8 @@ def measure(
                 decoded_tokens=decoded,
                 peak_memory_bytes=peaks[index],
                 device=places[index],
+                prefills_s=tuple(prefills[index]),
+                decodes_s={n: tuple(times) for n, times in by_size.items() if generates},
             )
         )
     return speeds

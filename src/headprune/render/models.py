@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headprune.family.capabilities import Capability
     from headprune.model.inspection import Inspection
 
+_PREFILL, _DECODED = "prefill tokens/s", "decoded tokens/s, batch {}"
 _LEGEND = (
     "All of them: cuts with other counts in every layer, layers without heads. native: a "
     "plain config that loads anywhere. runtime: modeling_headprune.py lies beside the weights, "
@@ -144,9 +145,10 @@ def evaluated(report: Report, base: str | None = None) -> list[Block]:
     for one in report.differences[:1]:
         title += f"; changes with {100 * one.interval.confidence:g} % intervals"
     ours, theirs = _sizes(report.model), _sizes(report.against) if report.against else {}
+    ranges = _speed_ranges(report)
     for name, number in ours.items():
         of_base = theirs.get(name)
-        ratio = f"{number / of_base:.3f} x" if of_base else "-"
+        ratio = f"{number / of_base:.3f} x{ranges.get(name, '')}" if of_base else "-"
         rows.append((name, _shown(name, number), _shown(name, of_base), ratio))
     if report.against is not None and report.against.dtype != report.model.dtype:
         rows.append(("computed in", report.model.dtype, report.against.dtype, "-"))
@@ -186,8 +188,24 @@ def speeds(model: ModelReport) -> dict[str, float]:
     if model.speed is None:
         return {}
     batches = sorted(model.speed.decode_by_batch.items())
-    decoding = {f"decoded tokens/s, batch {size}": rate for size, rate in batches}
-    return {"prefill tokens/s": model.speed.prefill_tokens_per_s, **decoding}
+    decoding = {_DECODED.format(size): rate for size, rate in batches}
+    return {_PREFILL: model.speed.prefill_tokens_per_s, **decoding}
+
+
+def _speed_ranges(report: Report) -> dict[str, str]:
+    """Return the smallest and largest of the ratios that were timed one after the other."""
+    model, base = report.model.speed, report.against.speed if report.against else None
+    if model is None or base is None:
+        return {}
+    ours, theirs = (
+        {_PREFILL: one.prefills_s} | {_DECODED.format(n): s for n, s in one.decodes_s.items()}
+        for one in (model, base)
+    )
+    faster = {
+        name: [b / a for a, b in zip(times, theirs.get(name, ()), strict=False)]
+        for name, times in ours.items()
+    }
+    return {name: f" [{min(r):.3f}, {max(r):.3f}]" for name, r in faster.items() if r}
 
 
 def _shown(name: str, number: float | None) -> str:

@@ -198,7 +198,7 @@ def contenders(choice: ModelChoice) -> Table:
     generates = choice.original.kv_cache_bytes_per_token > 0
     recalls = any(choice.passage_words)
     columns = ["", choice.measure, "other half", *["words kept", "other half"] * recalls]
-    columns += ["parameters", *["KV bytes"] * generates, "query / KV heads"]
+    columns += ["parameters", *["KV bytes"] * generates, "query/KV"]
     rows = []
     for one in (choice.original, *choice.contenders):
         mark = "> " if one is choice.chosen else "  "
