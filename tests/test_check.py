@@ -683,7 +683,7 @@ def test_the_command_passes_breaks_and_tells_actions(
         ("model: [", "not readable as YAML"),
         ("{model: x, data: y, confidence: 2}", "confidence: Input should be less than 1 (got 2)"),
         ("model: x", "Missing option '--data'"),
-        ("{model: x, data: y, limits: perplexity <= 25%%}", "'25%%' is no number"),
+        ("{model: ., data: y, limits: perplexity <= 25%%}", "'25%%' is no number"),
     ],
 )
 def test_a_bad_config_is_one_sentence(
@@ -715,7 +715,10 @@ def test_a_check_that_cannot_run_replaces_the_verdicts_of_an_earlier_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     junit, file = tmp_path / "junit.xml", tmp_path / "headprune.yaml"
-    asked = {"model": str(folders / "nowhere"), "limits": "perplexity <= 3"}
+    asked = {
+        "model": str(folders / "nowhere" if not settings else folders),
+        "limits": "perplexity <= 3",
+    }
     asked |= {"data": str(folders / "text.txt")}
     section = asked | settings | ({"junit": str(junit)} if by_file else {})
     file.write_text(yaml.safe_dump(section))

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from rich.console import Console
 
 import headprune as package
 from headprune import terminal
+from headprune.compression import selection
 from tests import tiny
 from tests.test_cli import run
 
@@ -49,7 +49,6 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     names = runpy.run_path(str(DEMO / "demo.py"))
 
     monkeypatch.setattr(terminal, "bar", terminal.bar)  # the demo has its own
-    monkeypatch.setattr("sys.argv", list(sys.argv))
     command = names["headprune"]
 
     def headprune(job: Any, *arguments: object) -> None:
@@ -126,21 +125,20 @@ def test_the_time_left_follows_the_pace() -> None:
 
 
 def test_an_interrupted_demo_leaves_nothing(
-    demo: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    demo: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own = demo["main"].__globals__
-    command = own["headprune"]
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
 
-    def interrupted(job: Any, *arguments: object) -> None:
-        if arguments[0] == "evaluate":
-            raise KeyboardInterrupt
-        command(job, *arguments)
-
-    own["headprune"] = interrupted
+    monkeypatch.setattr(selection.Selection, "add", interrupted)
     with pytest.raises(SystemExit, match="130"):
         demo["main"]()
     assert not (tmp_path / "demo-results").exists()
-    assert "make demo starts again" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "make demo starts again" in said.out and "--resume" not in said.err
 
 
 def test_the_stored_baseline_is_of_the_demo() -> None:

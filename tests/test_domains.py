@@ -79,7 +79,7 @@ def test_two_of_a_name_are_refused() -> None:
 
 
 def test_settings_of_a_domain_win_over_those_of_all() -> None:
-    given = {"a": "a.csv", "b": {"source": "b.csv", "text_column": "body"}}
+    given = {"a": "me/a", "b": {"source": "me/b", "text_column": "body"}}
     found = data_configs(domains(given), DataConfig(source="", split="test", text_column="text"))
     assert [one.text_column for one in found.values()] == ["text", "body"]
     assert [one.split for one in found.values()] == ["test", "test"]
@@ -226,6 +226,6 @@ def test_the_command_line_takes_several(
 
 
 def test_settings_name_several(tmp_path: Path) -> None:
-    content = yaml.safe_load("data: {wiki: a.txt, brown: b.txt}")
+    content = yaml.safe_load("data: {wiki: me/a, brown: me/b}")
     options = build(CheckConfig, model="m", **content)
     assert list(options.domains()) == ["wiki", "brown"]

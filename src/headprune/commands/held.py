@@ -30,6 +30,29 @@ def as_files(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {name: _place(name, value, folder) for name, value in given.items()}
 
 
+@contextmanager
+def bars_hidden() -> Iterator[None]:
+    """Hide the progress bars of transformers, as a context shows the progress; not of downloads."""
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+    from transformers.utils import logging
+
+    shown, downloads = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    if downloads:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+            if not downloads:
+                disable_progress_bars()
+
+
 def _place(name: str, value: Any, folder: Callable[[], Path]) -> Any:
     if name in _MODELS:
         net, tokenizer = value if isinstance(value, tuple) else (value, None)
@@ -54,7 +77,8 @@ def _model(net: Any, tokenizer: Any, folder: Path) -> Path:
 
     name = net.config.name_or_path
     folder /= Path(name).name or type(net).__name__
-    net.save_pretrained(folder)
+    with bars_hidden():
+        net.save_pretrained(folder)
     if tokenizer is None and name:
         with suppress(Exception):  # a model without text has none
             tokenizer = AutoTokenizer.from_pretrained(name)

@@ -107,7 +107,7 @@ def heal(
         ProofError: If the folder does not compute as the healed model.
         TrainingError: If a number is not finite.
     """
-    config = _checked(data, config)
+    config = _checked(config)
     again = _resume_command(model, teacher, data, output, config, rerun, context)
     if not processes.is_main():
         context = context.unheard()
@@ -136,7 +136,7 @@ def make_and_heal(
     Raises:
         HeadpruneError: As by ``make``, and as by ``heal``.
     """
-    _checked(data, config)
+    _checked(config)
     inputs = [place_of(teacher), place_of(data)]
     with placing(Placement.WHOLE), claimed(output, overwrite, inputs):
         unhealed, rerun = beside(output, "{}-unhealed"), Resuming(overwrite=overwrite)
@@ -146,7 +146,7 @@ def make_and_heal(
         return healed
 
 
-def _checked(data: DataConfig, config: HealConfig) -> HealConfig:
+def _checked(config: HealConfig) -> HealConfig:
     """Refuse what shows before a model is opened, and return the settings for this device.
 
     Raises:

@@ -23,7 +23,7 @@ from headprune.model.passes import logits_at
 from headprune.runtime.modeling_headprune import Attention
 
 PASSAGES = 256  # to try, at most
-WORDS = 64  # of them, at most, to find heads of
+WORDS = 64  # of them, at most, whose heads to find
 FEWEST = 16  # words that an order of heads rests on
 SHARE = 0.01  # of the sum of all scores, that effects add: docs/experiments.md
 

@@ -27,7 +27,7 @@ COMPANIONS = (
 )
 
 
-_AT_ONCE = 4  # hashed files: more wait for the disk
+_AT_ONCE = 4  # files to hash at once: more wait for the disk
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -15,6 +15,7 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not among the names that it says it exports
 
 from headprune.errors import CheckpointError
+from headprune.io.writing import is_there
 
 PATIENCE_S = 5.0
 REMEMBERED_S = 60.0  # networks come back
@@ -42,7 +43,7 @@ def may_be_id(name: str | Path) -> bool:
         validate_repo_id(str(name))
     except HFValidationError:
         return False
-    return not Path(name).exists()
+    return not is_there(name)
 
 
 def fetched(name: str | Path, file: str, **where: Any) -> Path | None:
@@ -75,7 +76,7 @@ def refuse_absent(model: str | Path) -> None:
     Raises:
         CheckpointError: Naming it.
     """
-    if Path(model).exists():
+    if is_there(model):
         return
     refuse_no_id(model)
     kept = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=str(model), repo_type="model")

@@ -193,7 +193,7 @@ def speeds(model: ModelReport) -> dict[str, float]:
 
 
 def _speed_ranges(report: Report) -> dict[str, str]:
-    """Return the smallest and largest of the ratios that were timed one after the other."""
+    """Return the smallest and largest ratio of runs timed one after the other."""
     model, base = report.model.speed, report.against.speed if report.against else None
     if model is None or base is None:
         return {}

@@ -19,7 +19,7 @@ NOTHING, GONE = "·", " "  # a head without role, and a removed head
 _MOST = 6  # heads that a line names
 _KEY = (
     "Capital letters and = are roles; small ones are attributes, or roles that the interval leaves "
-    f"open; {NOTHING} is neither. +: more heads are nearly have it. score: the interval. "
+    f"open; {NOTHING} is neither. +: more heads nearly have the role. score: the interval. "
     "writes: norm of the best one's output, relative to the residual."
 )
 

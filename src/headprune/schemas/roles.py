@@ -116,9 +116,9 @@ class RoleChange(_Record):
     """A role in the original and in the cut model.
 
     Attributes:
-        kept: Heads that are above the threshold in both.
-        lost: Heads that were over it and are gone, or no longer surely over it.
-        moved: Heads that are over it now only.
+        kept: Heads above the threshold in both.
+        lost: Heads that were above it and are gone, or no longer surely above it.
+        moved: Heads above it now only.
         is_lost: True if the original had heads with the role, and none is left.
     """
 

@@ -31,8 +31,8 @@ def sample(
 
     The draws of a gate are spread evenly (Latin hypercube; McKay, Beckman and Conover 1979): one u
     in each of ``draws`` equal parts of (0, 1), in an order of chance. Each is uniform, and gates
-    are independent. A gate with probability 3/4 is open in three of four draws, not in none to
-    four: less noise in the gradient of their mean.
+    are independent. A gate open with probability 3/4 is open in three of four draws, not in none
+    to four: less noise in the gradient of their mean.
 
     Args:
         log_alpha: Location of every gate; large means open.
