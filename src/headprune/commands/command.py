@@ -147,12 +147,16 @@ class Command:
 
 
 def _refuse_absent(values: Values) -> None:
-    """Refuse the name of no model, before slow imports."""
+    """Refuse the name of no model, and the path of no data, before slow imports."""
+    from headprune.config.data import data_config, domains
     from headprune.io.hub import refuse_absent
 
     for name in ("model", "teacher", "against"):
         if values.get(name) is not None:
             refuse_absent(values[name])
+    for name in ("data", "calibrate", "refit"):
+        for each in domains(values[name]) if values.get(name) else ():
+            data_config(each.source, None, None)
 
 
 COMMANDS: dict[str, Command] = {}  # of the imported modules

@@ -134,10 +134,10 @@ def compress(
         )
         for share in shares
     ]
-    shared = DataConfig(source="", text_column=text_column, label_column=label_column)
-    texts = data_configs(domains(data), shared)
     from headprune.compression.compress import compress
 
+    shared = DataConfig(source="", text_column=text_column, label_column=label_column)
+    texts = data_configs(domains(data), shared)
     several = len(configs) > 1
     points = []
     for config in configs:

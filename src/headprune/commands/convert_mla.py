@@ -51,7 +51,6 @@ def convert_mla(
 
     Experimental: the result is a stock DeepseekV3ForCausalLM for transformers.
     """
-    text = data_config(data, None, None)
     from headprune.config import HealConfig
     from headprune.distillation.heal import make_and_heal
     from headprune.formats.mla import convert_mla
@@ -64,6 +63,7 @@ def convert_mla(
         calibration_tokens=calibration_tokens,
         seq_len=seq_len,
     )
+    text = data_config(data, None, None)
     if heal_steps is None:
         return convert_mla(model, Path(output), config, text, overwrite, context)
 

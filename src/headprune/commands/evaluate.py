@@ -70,10 +70,6 @@ def evaluate(
     context: Context = Context(),
 ) -> Report:
     """Measure quality, size and speed, also against another model."""
-    texts = domains(data)
-    columns = {"text_column": text_column, "label_column": label_column}
-    shared = DataConfig(source="", split="test", loss=Loss(loss), **columns)
-    sources = data_configs(texts, shared)
     from headprune.evaluation.evaluate import evaluate
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import EVALUATION
@@ -104,12 +100,15 @@ def evaluate(
     )
     if card:
         read_manifest(Path(model))  # refuses a folder without a manifest early
+    texts = domains(data)
     output = None if output is None else Path(output)
     context.stage("evaluating")
     inputs = (model, *(domain.source for domain in texts), against)
     claim = nullcontext() if output is None else claimed_file(output, EVALUATION, True, inputs)
+    columns = {"text_column": text_column, "label_column": label_column}
+    shared = DataConfig(source="", split="test", loss=Loss(loss), **columns)
     with claim:
-        report = evaluate(model, sources, config, against, context)
+        report = evaluate(model, data_configs(texts, shared), config, against, context)
         if output is not None:
             report.write(output)
     if card:

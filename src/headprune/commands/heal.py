@@ -73,7 +73,6 @@ def heal(
     context: Context = Context(),
 ) -> Healed:
     """Train a cut or converted model to match the model it came from, on plain text."""
-    source = data_config(data, text_column, label_column, loss=Loss(loss))
     from headprune.distillation.heal import heal
 
     config = build(
@@ -93,5 +92,6 @@ def heal(
         save_every=save_every,
         report_to=report_to,
     )
+    source = data_config(data, text_column, label_column, loss=Loss(loss))
     resuming = Resuming(overwrite=overwrite, resume=resume)
     return heal(model, teacher, source, Path(output), config, resuming, context)

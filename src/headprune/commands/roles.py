@@ -63,7 +63,6 @@ def roles(
     context: Context = Context(),
 ) -> RolesRecord:
     """Say what every head does, such as induction, with controls and intervals."""
-    source = data_config(data, text_column, label_column)
     from headprune.result.card import rewrite_card
     from headprune.role.measure import roles
     from headprune.schemas.manifest import read_manifest
@@ -84,6 +83,7 @@ def roles(
     )
     if card:
         read_manifest(Path(model))  # refuses a folder without a manifest early
+    source = data_config(data, text_column, label_column)
     original = None if against is None else str(against)
     record = roles(str(model), Path(output), source, config, original, overwrite, context)
     if card:

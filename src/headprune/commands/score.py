@@ -75,7 +75,6 @@ def score(
     context: Context = Context(),
 ) -> Scores:
     """Score every head by one or more criteria, without training."""
-    source = o.data_at(data, text_column, label_column)
     from headprune.evidence.score import score
     from headprune.result.twins import refuse_unproven
 
@@ -91,6 +90,7 @@ def score(
         seed=seed,
     )
     folder = None if gates is None else Path(gates)
+    source = o.data_at(data, text_column, label_column)
     return score(
         model, Path(output), config, source, folder, overwrite, context, refuse=refuse_unproven
     )

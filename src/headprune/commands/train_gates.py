@@ -83,7 +83,6 @@ def train_gates(
     context: Context = Context(),
 ) -> GatesRun:
     """Train gates that decide which heads stay, an exact number of them."""
-    source = data_config(data, text_column, label_column, loss=Loss(loss))
     from headprune.gates.train_gates import train_gates
     from headprune.result.twins import refuse_unproven
 
@@ -111,6 +110,7 @@ def train_gates(
         save_every=save_every,
         report_to=report_to,
     )
+    source = data_config(data, text_column, label_column, loss=Loss(loss))
     resuming = Resuming(overwrite=overwrite, resume=resume)
     return train_gates(
         model, source, Path(output), config, resuming, context, refuse=refuse_unproven
