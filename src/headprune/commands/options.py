@@ -16,7 +16,6 @@ CALIBRATION, TRAINING, OUTPUT, ADVANCED = "Calibration", "Training", "Output", "
 _PLACE = BeforeValidator(values.possible_place)
 _PATH = BeforeValidator(values.path)
 _LISTED = BeforeValidator(values.listed)
-
 _DATA = "Text, JSONL, CSV or parquet file, a folder, or a hub id (name:config@split)."
 
 
