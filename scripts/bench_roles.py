@@ -124,9 +124,9 @@ def best(record: RolesRecord) -> dict[str, dict[str, object]]:
         ]
         if scored:
             score, head = max(scored, key=lambda one: one[0].score)
-            line = [s.score - (s.control or 0) * facts.beyond for s, _ in scored]
+            scores = [s.score - (s.control or 0) * facts.beyond for s, _ in scored]
             found[name] = {
-                "heads": sum(value >= facts.threshold for value in line),
+                "heads": sum(value >= facts.threshold for value in scores),
                 "labelled": sum(s.state == "over" for s, _ in scored),
                 "best": head,
                 "score": round(score.score, 3),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled as downloads_hidden
 from transformers.utils import logging
 
 import headprune
@@ -204,7 +205,11 @@ def test_bars_of_transformers_are_hidden_and_come_back(tmp_path: Path) -> None:
     hidden: list[bool] = []
     logging.enable_progress_bar()
     try:
-        context = Context(stage=lambda _: hidden.append(not logging.is_progress_bar_enabled()))
+
+        def stage(what: str) -> None:
+            hidden.append(not logging.is_progress_bar_enabled() and not downloads_hidden())
+
+        context = Context(stage=stage)
         settings = {"data": tmp_path / "text.txt", "seq_len": 16, "calibration_tokens": 256}
         headprune.score(tmp_path / "model", tmp_path / "scores", context=context, **settings)
         assert hidden and all(hidden) and logging.is_progress_bar_enabled()

@@ -80,7 +80,7 @@ def test_a_proof_that_fails_leaves_nothing(
     ("settings", "message"),
     [
         ({"to": "guf"}, "No format named 'guf'. Did you mean 'gguf'"),
-        ({"to": "gguf", "model": "nope"}, "'nope': there is no such folder"),
+        ({"to": "gguf", "model": "nope"}, "There is no folder 'nope'"),
         ({"to": "gguf", "out_dtype": "q4"}, "--out-dtype: .*q8_0"),
         ({"to": "vllm", "out_dtype": "q8_0"}, "no weights in q8_0"),
         ({"to": "vllm", "like": "any.gguf"}, "--like has no effect without --to gguf"),

@@ -146,13 +146,15 @@ class Command:
         return re.sub(r"headprune [a-z][^']*|(--[a-z0-9-]+)( [A-Z0-9][^ ;]*)?", spelled, message)
 
 
-def _refuse_absent(values: Values) -> None:
+def _refuse_absent(command: Command, values: Values) -> None:
     """Refuse the name of no model, and the path of no data, before slow imports."""
     from headprune.config.data import data_config, domains
     from headprune.io.hub import refuse_absent
 
-    for name in ("model", "teacher", "against"):
-        if values.get(name) is not None:
+    for name, (_, info) in command.options().items():
+        # a FOLDER may be no hub id: its command says so
+        named = name in ("model", "teacher", "against") and info.metavar != "FOLDER"
+        if named and values[name] is not None:
             refuse_absent(values[name])
     for name in ("data", "calibrate", "refit"):
         for each in domains(values[name]) if values.get(name) else ():
@@ -177,7 +179,7 @@ def command(
         def on_files(given: dict[str, Any]) -> R:
             try:
                 values = registered.arguments(given)
-                _refuse_absent(values)
+                _refuse_absent(registered, values)
                 context = values["context"]
                 remote = bool(values.get("trust_remote_code")) or context.allowed.trust_remote_code
                 context = replace(

@@ -14,7 +14,7 @@ from headprune.config.base import Settings, build
 from headprune.config.values import Dtype, Few, Length, Place, Seed, Tokens
 from headprune.errors import DataError
 
-BUILDERS = {
+BUILDERS = {  # of datasets, by the ending of a file
     ".jsonl": "json",
     ".json": "json",
     ".csv": "csv",

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -49,8 +49,8 @@ class Speed:
     decoded_tokens: int
     peak_memory_bytes: int
     device: str
-    prefills_s: tuple[float, ...] = ()
-    decodes_s: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    prefills_s: tuple[float, ...]
+    decodes_s: dict[int, tuple[float, ...]]
 
 
 def measure(

@@ -197,15 +197,13 @@ def _speed_ranges(report: Report) -> dict[str, str]:
     model, base = report.model.speed, report.against.speed if report.against else None
     if model is None or base is None:
         return {}
-    ours, theirs = (
-        {_PREFILL: one.prefills_s} | {_DECODED.format(n): s for n, s in one.decodes_s.items()}
-        for one in (model, base)
-    )
-    faster = {
-        name: [b / a for a, b in zip(times, theirs.get(name, ()), strict=False)]
-        for name, times in ours.items()
-    }
-    return {name: f" [{min(r):.3f}, {max(r):.3f}]" for name, r in faster.items() if r}
+    pairs = {_PREFILL: (model.prefills_s, base.prefills_s)}
+    pairs |= {_DECODED.format(n): (s, base.decodes_s[n]) for n, s in model.decodes_s.items()}
+    ranges = {}
+    for name, times in pairs.items():
+        faster = [theirs / ours for ours, theirs in zip(*times, strict=True)]
+        ranges[name] = f" [{min(faster):.3f}, {max(faster):.3f}]"
+    return ranges
 
 
 def _shown(name: str, number: float | None) -> str:
