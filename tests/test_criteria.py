@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from headprune import app as cli
@@ -45,6 +46,7 @@ from headprune.schemas.manifest import read_manifest
 from headprune.schemas.plan import Plan
 from headprune.schemas.scores import read_scores
 from headprune.surgery.cut import cut_heads, resolve
+from headprune.tensors.least_squares import REMOVAL_RIDGE
 from headprune.tensors.units import Unit, members
 from tests import tiny
 
@@ -110,6 +112,67 @@ def test_useless_heads_come_last(case: str, tmp_path: Path, text: DataConfig) ->
                 continue
             assert planted == part.min(), (name, module, part)
             assert (part > planted).sum() == len(part) - 1, (name, module, part)
+
+
+def _first_removal(x: Tensor, weight: Tensor, heads: int, biased: bool) -> tuple[int, float]:
+    """The head that the others replace best, and its cost, by plain least squares on tokens."""
+    about = x - x.mean(0) if biased else x
+    ridge = (REMOVAL_RIDGE * about.square().sum(0).mean()).sqrt()
+    ones = torch.ones(len(x), 1).double() if biased else torch.zeros(len(x), 0).double()
+    rows = torch.cat(
+        [torch.cat([x, ones], 1), F.pad(torch.eye(x.shape[1]) * ridge, (0, ones.shape[1]))]
+    )
+    wanted = torch.cat([x @ weight.T, torch.eye(x.shape[1]).double() * ridge @ weight.T])
+    costs = []
+    for head in range(heads):
+        rest = torch.ones(rows.shape[1], dtype=torch.bool)
+        rest[head * (x.shape[1] // heads) : (head + 1) * (x.shape[1] // heads)] = False
+        fitted = torch.linalg.lstsq(rows[:, rest], wanted).solution
+        costs.append(float((wanted - rows[:, rest] @ fitted).square().sum()))
+    return min(range(heads), key=costs.__getitem__), min(costs)
+
+
+@pytest.mark.parametrize("criterion", ["reconstruction", "compensated"])
+@pytest.mark.parametrize(
+    "case", tiny.present("qwen2", "gpt2", "opt", "bert-mlm", "marian", "gpt_neox", "vit")
+)
+def test_a_bias_of_the_output_takes_over_what_is_constant(case: str, criterion: str) -> None:
+    model = tiny.model(case, torch.float64)
+    inputs: dict[str, Tensor] = {}
+    attentions = attention_of(model)
+    for attention in attentions:
+
+        def nearly_constant(module: Any, args: Any, path: str = attention.path) -> Any:
+            heads = args[0].unflatten(-1, (len(of_path[path].query_ids), -1)).clone()
+            heads[..., 1, :] = 5 + heads[..., 1, :] / 100
+            inputs[path] = heads.detach().flatten(-2).flatten(0, -2)
+            return heads.flatten(-2), *args[1:]
+
+        attention.output_projection.register_forward_pre_hook(nearly_constant)
+    of_path = {attention.path: attention for attention in attentions}
+    rows = batches(model, 16, 16)
+    if case == "vit":
+        pixels = torch.randn(16, 3, model.config.image_size, model.config.image_size)
+        rows = [{"pixel_values": pixels.double()}]
+    if case == "marian":
+        rows[0]["decoder_input_ids"] = rows[0].pop("labels")
+    evidence = collect(model, attentions, rows, frozenset({"gram", "activations"}))
+    for attention, part in zip(attentions, evidence, strict=True):
+        heads, bias = read_output(attention)
+        hidden = heads.shape[1]
+        part.collected |= {"curvature": torch.linspace(1, 2, hidden), "recall": None}
+        felt = part.curvature.sqrt()[:, None] if criterion == "compensated" else torch.ones(1)
+        weight = heads.transpose(0, 1).flatten(1).double() * felt
+        units = members(Unit.HEAD, attention.group_sizes)
+        costs = CRITERIA[criterion].score(part, units)
+        biased = bias is not None
+        x = inputs[attention.path]
+        cheapest, cost = _first_removal(x, weight, len(heads), biased)
+        assert int(costs.argmin()) == cheapest
+        assert float(costs.min()) == pytest.approx(cost, rel=1e-6)
+        assert biased == (cheapest == 1)  # without a bias the others cannot stand in for it
+        other = _first_removal(x, weight, len(heads), not biased)
+        assert other != (cheapest, pytest.approx(cost, rel=1e-2))
 
 
 def test_of_a_duplicated_pair_one_may_go_and_not_both(text: DataConfig, tmp_path: Path) -> None:

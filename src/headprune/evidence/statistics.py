@@ -97,7 +97,10 @@ class Statistics:
 
     @property
     def gram(self) -> Float[Tensor, "width width"]:
-        """Sum over tokens of x x^T of the input of W_O; width is heads x head_dim."""
+        """Sum over tokens of x x^T of the input of W_O; width is heads x head_dim.
+
+        About the mean of x where W_O has a bias: a refit moves the mean into the bias.
+        """
         return self._get("gram")
 
     @property
@@ -186,6 +189,7 @@ class _Sums:
     """Sums of one attention module during a pass."""
 
     heads: int
+    biased: bool  # whether W_O has a bias
     gradients: list[Tensor] = field(default_factory=list)
     activations: Activations | None = None
     gram: Tensor | None = None
@@ -204,12 +208,18 @@ class _Sums:
         every: dict[Need, Any] = {
             "gradients": torch.cat(self.gradients).cpu() if self.gradients else zeros(1, heads),
             "activations": Activations(seen.sums.cpu(), seen.squares.cpu(), seen.tokens),
-            "gram": self.gram,
+            "gram": self._gram(),
             "curvature": (zeros(hidden) if self.curvature is None else self.curvature.cpu())
             / max(self.tokens, 1),
             "attention": (zeros(heads) + torch.as_tensor(total).cpu()) / max(count, 1),
         }
         return {need: value for need, value in every.items() if need in needs}
+
+    def _gram(self) -> Tensor | None:
+        if self.gram is None or self.activations is None or not self.biased:
+            return self.gram
+        total = self.activations.sums.flatten()
+        return self.gram - torch.outer(total, total) / max(self.activations.tokens, 1)
 
 
 class _Collector:
@@ -221,7 +231,7 @@ class _Collector:
     def __init__(self, attentions: Sequence[Attention], needs: frozenset[Need]) -> None:
         self.attentions, self.needs = attentions, needs
         self.wants_gradients = bool(needs & {"gradients", "curvature"})
-        self.sums = [_Sums(attention.query_heads) for attention in attentions]
+        self.sums = [_Sums(a.query_heads, _is_biased(a)) for a in attentions]
 
     @contextmanager
     def attached(self, model: PreTrainedModel) -> Iterator[None]:
@@ -364,6 +374,10 @@ class _Finite:
                     f"{said} (counted from 0) is not finite: the model overflows in this dtype or "
                     "its weights are damaged. Try --config dtype=float32."
                 )
+
+
+def _is_biased(attention: Attention) -> bool:
+    return bool(attention.query_heads) and read_output(attention)[1] is not None
 
 
 def _output_weight(attention: Attention) -> Tensor:

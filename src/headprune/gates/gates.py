@@ -104,7 +104,6 @@ class Gates(nn.Module):
         """Fix the units that stay; from here on only their factors are trained."""
         self.kept.zero_()
         self.kept[list(kept)] = True
-        self.scale.copy_(hard_concrete.value(self.log_alpha))
         self.chosen.fill_(True)
 
     @torch.no_grad()

@@ -256,7 +256,9 @@ class _Measure:
         moments = OutputMoments.of(self.activations.read(self.heads), self.activations.outputs)
         total = len(self.heads.k)
         ways = [Way(tuple(range(total)), tuple((head,) for head in range(total)), 0.0)]
-        by_worth = self._by_worth(moments.whole.inputs)
+        # a refit moves the mean of the inputs into a bias
+        whole = moments.whole if self.heads.o_bias is None else moments.whole.centred()
+        by_worth = self._by_worth(whole.inputs)
         for left in range(total - 1, -1, -1):
             kept = tuple(sorted(by_worth[:left]))
             if self._even(kept):
