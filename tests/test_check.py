@@ -73,7 +73,7 @@ def interval(low: float, high: float, n: int = 40) -> Interval:
         ("query_heads == 1_000", Comparison.ABSOLUTE, "==", 1000.0),
         ("load_route == native", Comparison.ABSOLUTE, "==", "native"),
         ("roles_lost <= 1", Comparison.ABSOLUTE, "<=", 1.0),
-        ("copying_nll[wiki] <= +1 %", Comparison.CHANGE, "<=", 0.01),
+        ("perplexity[wiki] <= +1 %", Comparison.CHANGE, "<=", 0.01),
         ("lambada:acc >= 98 %", Comparison.SHARE, ">=", 0.98),
     ],
 )

@@ -41,15 +41,7 @@ from headprune.evaluation.probes import (
     last_word_columns,
 )
 from headprune.evaluation.quality import Progress
-from headprune.evaluation.recall import (
-    REPEATED,
-    WORDS,
-    RecalledWords,
-    WordMarks,
-    copying_losses,
-    repeated_losses,
-    repeated_rows,
-)
+from headprune.evaluation.recall import WORDS, RecalledWords, WordMarks
 from headprune.evaluation.refusals import are_pairs
 from headprune.evaluation.report import (
     Difference,
@@ -188,8 +180,6 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
         columns |= {within(name, domain.name): column for name, column in given.items()}
         if domain.documents is not None:
             documents |= {within(name, domain.name): domain.documents for name in _BY_ROW}
-            some = domain.documents[repeated_rows(len(domain.rows), config.copying)]
-            documents |= {within(name, domain.name): some for name in REPEATED}
         done += len(domain.rows) + len(domain.prompts)
         if domain.references:
 
@@ -281,11 +271,6 @@ def _generated(
     words, size, rows = RecalledWords(WordMarks(tokenizer)), config.batch_size, domain.rows
     columns = quality.causal_losses(net, rows, tokenizer, size, progress, words)._asdict()
     columns |= words.columns()
-    length = len(rows[0]["input_ids"])
-    if config.copying and length > 3:
-        if not domain.name:  # random tokens are of no domain
-            columns |= copying_losses(net, tokenizer, config.copying, length, size, config.seed)
-        columns |= repeated_losses(net, tokenizer, rows, config.copying, size)
 
     def later(done: int, total: int) -> None:
         progress(len(rows) + done, total)

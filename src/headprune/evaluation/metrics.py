@@ -125,18 +125,6 @@ def seen_word_accuracy(seen_words: Floats, seen_word_hits: Floats) -> Any:
     return seen_word_hits.sum(-1) / seen_words.sum(-1)
 
 
-@metric("nats/token", lower_is_better=True, beside=True)
-def copying_nll(copied_nll_nats: Floats, copied_tokens: Floats) -> Any:
-    """Mean loss on the second of two equal runs of random tokens."""
-    return copied_nll_nats.sum(-1) / copied_tokens.sum(-1)
-
-
-@metric("nats/token", lower_is_better=True)
-def repeated_passage_nll(repeated_nll_nats: Floats, repeated_tokens: Floats) -> Any:
-    """Mean loss on the second of two equal passages of the text."""
-    return repeated_nll_nats.sum(-1) / repeated_tokens.sum(-1)
-
-
 @metric(beside=True, proportion=True)
 def last_word_accuracy(last_word_hits: Floats) -> Any:
     """Share of the passages whose last word the model predicts."""
