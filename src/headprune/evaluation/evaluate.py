@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,12 @@ from headprune.data.read import Examples
 from headprune.data.text import Collate
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
-from headprune.evaluation.comparison import Numbers, bootstrap
+from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.loaded import LANGUAGE_MODELS, Loaded, LoadedDomain, load
 from headprune.evaluation.metrics import (
     Floats,
     Samples,
+    interval_of,
     label,
     similarity_correlation,
     spec_of,
@@ -414,13 +416,9 @@ def _differences(
             )
         if kind is None:
             continue
-        ours, theirs = model.statistic(name), base.statistic(name)
-
-        def gap(i: Any, a: Any = ours, b: Any = theirs, ratio: bool = kind == "ratio") -> Any:
-            return a(i) / b(i) if ratio else a(i) - b(i)
-
-        documents = model.documents_of(name)
-        interval = bootstrap(gap, n, config.resamples, config.confidence, config.seed, documents)
+        gap = operator.truediv if kind == "ratio" else operator.sub
+        how = (config.resamples, config.confidence, config.seed)
+        interval = interval_of(name, gap, model, base, *how)
         if interval.is_finite:
             differences.append(
                 Difference(name=name, kind=kind, interval=interval, higher_is_better=higher[name])
