@@ -244,7 +244,7 @@ def smollm_rows(models: dict[str, Path], text: Path, work: Path) -> list[list[st
                 DataConfig(source=str(text)),
                 model,
                 **{"seq_len": 256, "max_windows": 4, "dtype": "float32"},
-                **{"copying": 0, "last_words": 0, "decode_batches": (1,)},
+                **{"last_words": 0, "decode_batches": (1,)},
             )
             quality = f"{report.model.metrics[0].value:,.2f}"
             rates = ("prefill_tokens_per_s", "decode_tokens_per_s")
@@ -288,7 +288,7 @@ def llama_perplexity(folder: Path, dtype: LlamaDtype, text: Path, work: Path) ->
         folder,
         DataConfig(source=str(text)),
         None,
-        **{"seq_len": 256, "max_windows": 16, "speed": False, "copying": 0, "last_words": 0},
+        **{"seq_len": 256, "max_windows": 16, "speed": False, "last_words": 0},
     )
     return float(report.model.metrics[0].value)
 

@@ -40,7 +40,6 @@ from headprune.data.sequences import packed_sequences
 from headprune.evaluation.metrics import Samples
 from headprune.evaluation.probes import last_word_columns, last_words
 from headprune.evaluation.quality import causal_losses
-from headprune.evaluation.recall import copying_losses
 from headprune.gates.train_gates import train_gates
 from headprune.model.answers import answered
 from headprune.model.batch import most_tokens
@@ -80,8 +79,7 @@ class Protocol:
         samples = Samples(words)
         for name in samples.metrics():
             found[name] = samples.value(name)
-        copied = copying_losses(model, self.tokenizer, 16, self._shape[1], 2, 0)
-        return {**found, "copying_nll": Samples(copied).value("copying_nll")}
+        return found
 
     def _packed(self, examples: Examples) -> Dataset:
         windows, seq_len = self._shape

@@ -222,7 +222,7 @@ NEEDS = [
     for name, command in COMMANDS.items()
     for setting, others in sorted((command.needs or {}).items())
 ]
-VALUES = {"keep": 0.5, "min_speedup": 2.0, "criterion": "fisher", "learning_rate": 1e-3}
+VALUES = {"keep": 0.5, "criterion": "fisher", "learning_rate": 1e-3}
 VALUES |= {"train": "lora", "bf16": False, "keep_roles": ["induction"], "needle_lengths": [64]}
 VALUES |= {
     "data": "d",

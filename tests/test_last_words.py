@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -214,14 +213,11 @@ def test_an_evaluation_says_which_last_words_are_predicted(tmp_path: Path) -> No
     hits = columns(model, tokenizer(), passages(text, 20))["last_word_hits"]
     assert found["last_word_accuracy"].n == 20
     assert found["last_word_accuracy"].value == hits.mean()
-    assert found["repeated_passage_nll"].n == found["copying_nll"].n == 16
-    assert abs(found["copying_nll"].value - math.log(tiny.VOCAB)) < 1.5  # it guesses
     same = {one.name: one.interval.estimate for one in report.differences}
-    assert same["last_word_accuracy"] == same["repeated_passage_nll"] == 0
+    assert same["last_word_accuracy"] == 0
     assert report.provenance.settings["last_words"] == 20
-    none = evaluate(tmp_path / "model", data, EvaluateConfig(**fast, last_words=0, copying=0))
-    left_out = {"last_word_accuracy", "repeated_passage_nll", "copying_nll"}
-    assert not left_out & {m.name for m in none.model.metrics}
+    none = evaluate(tmp_path / "model", data, EvaluateConfig(**fast, last_words=0))
+    assert "last_word_accuracy" not in {m.name for m in none.model.metrics}
     assert "last_words" not in none.provenance.settings
 
 
@@ -234,7 +230,7 @@ def test_both_models_read_the_passages_that_the_shorter_one_takes(tmp_path: Path
     text = [sentence(number, (60, 100)[number % 2]) for number in range(30)]
     (tmp_path / "text.txt").write_text("\n".join(text))
     data = DataConfig(source=str(tmp_path / "text.txt"))
-    config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0)
+    config = EvaluateConfig(seq_len=16, speed=False, resamples=200)
     for one, other in (("short", "long"), ("long", "short")):
         report = evaluate(tmp_path / one, data, config, tmp_path / other)
         gap = {difference.name: difference.interval for difference in report.differences}
@@ -252,7 +248,7 @@ def test_unequal_numbers_of_windows_are_not_paired(
         evaluation, "last_word_columns", lambda *_: {"last_word_hits": np.ones(next(counts))}
     )
     data = DataConfig(source=str(tmp_path / "text.txt"))
-    config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0)
+    config = EvaluateConfig(seq_len=16, speed=False, resamples=200)
     with pytest.raises(DataError, match="has 3 windows or examples of the model and 4 of the base"):
         evaluate(folder, data, config, folder)
 
@@ -291,7 +287,7 @@ def test_an_evaluation_says_which_words_of_the_passage_are_kept(
         model.model.layers[0].self_attn.o_proj.weight.data.zero_()
     (tmp_path / "text.txt").write_text("\n".join(text))
     data = DataConfig(source=str(tmp_path / "text.txt"))
-    config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0, last_words=0)
+    config = EvaluateConfig(seq_len=16, speed=False, resamples=200, last_words=0)
     given = passage_words(read_examples(data), 100, words, None)
     assert len(given) == 24
     rows = needed(tiny.model("llama-gqa"), given, 4)
@@ -318,7 +314,7 @@ def test_too_few_words_of_the_passage_are_said_and_left_out(
     model.save_pretrained(tmp_path / "model")
     words.save_pretrained(tmp_path / "model")
     data = DataConfig(source=str(tmp_path / "text.txt"))
-    config = EvaluateConfig(seq_len=16, speed=False, resamples=200, copying=0, last_words=0)
+    config = EvaluateConfig(seq_len=16, speed=False, resamples=200, last_words=0)
     why = f"tells the original {count} words of .* needs {fewest}, and is left out"
     with pytest.warns(HeadpruneWarning, match=why):
         report = evaluate(tmp_path / "model", data, config, tmp_path / "model")

@@ -119,7 +119,7 @@ def test_without_room_there_is_no_needle(
 
 def test_an_evaluation_shows_retrieval_beside_the_base(llama_folder: Path, text_file: Path) -> None:
     data = DataConfig(source=str(text_file))
-    fast: dict[str, Any] = {"seq_len": 16, "speed": False, "resamples": 100, "copying": 0}
+    fast: dict[str, Any] = {"seq_len": 16, "speed": False, "resamples": 100}
     config = EvaluateConfig(**fast, last_words=0, needle=True, needle_trials=2)
     report = evaluate(llama_folder, data, config, llama_folder)
     (metric,) = (m for m in report.model.metrics if m.name == "needle_accuracy")

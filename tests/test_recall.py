@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
 
 from headprune.evaluation.metrics import Samples
-from headprune.evaluation.recall import RecalledWords, WordMarks, copying_losses
+from headprune.evaluation.recall import RecalledWords, WordMarks
 from tests import tiny
 
 TOKENS = ["<s>", "Ġthe", "Ġcat", "Ġsat", "s", ".", "-", "Ġ7", "Ġdog", "ma", "Ċ", "7"]
@@ -91,30 +88,3 @@ def test_words_count_in_the_second_half_and_apart_where_they_were_seen() -> None
     none = RecalledWords(WordMarks(tiny.tokenizer()))
     none.add(torch.zeros(1, 4, tiny.VOCAB), torch.ones(1, 4, dtype=torch.long))
     assert none.columns() == {}
-
-
-class Copier(PreTrainedModel):
-    """Predicts the token that followed so many tokens ago."""
-
-    def __init__(self, back: int) -> None:
-        super().__init__(LlamaConfig(vocab_size=len(TOKENS)))
-        self.back = back
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
-        told = input_ids.roll(self.back - 1, dims=1)
-        return SimpleNamespace(logits=20.0 * nn.functional.one_hot(told, len(TOKENS)).float())
-
-
-def test_copying_is_told_from_guessing() -> None:
-    def loss(back: int, batch_size: int = 2, seed: int = 0) -> float:
-        columns = copying_losses(Copier(back), Marked(), 6, 16, batch_size, seed)
-        assert columns["copied_tokens"].tolist() == [8.0] * 6
-        return Samples(columns).value("copying_nll")
-
-    assert loss(8) < 1e-6  # what followed eight tokens ago follows again
-    assert loss(7) > 5
-    assert loss(7) == pytest.approx(loss(7, batch_size=6))
-    drawn = [copying_losses(Copier(7), Marked(), 6, 16, 2, seed) for seed in (0, 0, 1)]
-    first, again, other = (columns["copied_nll_nats"].tolist() for columns in drawn)
-    assert first == again != other

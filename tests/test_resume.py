@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -550,29 +547,3 @@ def test_a_full_disk_is_said_and_the_training_goes_on(
     gates(home, tmp_path / "g", train=Train.ATTENTION, resume=begun)
     assert files(tmp_path / "g") == whole
     assert [path.name for path in tmp_path.iterdir()] == ["g"]
-
-
-# all of it, at random
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_killed_again_and_again_it_ends_the_same(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[1]
-    command = [
-        sys.executable,
-        root / "scripts" / "stress_resume.py",
-        "--steps",
-        "8",
-        "--every",
-        "3",
-    ]
-    done = subprocess.run(
-        [*command, "--json", tmp_path / "outcomes.json"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    outcomes = json.loads((tmp_path / "outcomes.json").read_text())
-    assert [(o["command"], o["processes"]) for o in outcomes] == [
-        (command, processes) for command in ("train-gates", "heal") for processes in (1, 2)
-    ]
-    assert all(o["identical"] and o["other_seed_differs"] and o["kills"] for o in outcomes)

@@ -78,7 +78,7 @@ def test_the_printed_commands_work_here(
     words = lines[0].replace("TEXT", str(tmp_path / "TEXT.txt")).split()[1:]
     quick = [
         "--no-speed",
-        *(f"--config={one}" for one in ("seq_len=16", "copying=0", "last_words=0")),
+        *(f"--config={one}" for one in ("seq_len=16", "last_words=0")),
     ]
     code, shown, err = run(capsys, *words, *quick)
     assert code == 0 and "perplexity" in shown, err

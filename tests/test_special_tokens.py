@@ -188,7 +188,6 @@ def test_whatever_an_evaluation_reads_begins_as_a_text(
     config = EvaluateConfig(
         seq_len=SEQ,
         max_windows=4,
-        copying=2,
         last_words=3,
         needle=True,
         needle_lengths=(64,),
@@ -199,7 +198,7 @@ def test_whatever_an_evaluation_reads_begins_as_a_text(
     with reads() as seen:
         report = evaluate_loaded(loaded, config).report
     names = {metric.name for metric in report.model.metrics}
-    assert {"perplexity", "copying_nll", "last_word_accuracy", "needle_accuracy"} <= names
+    assert {"perplexity", "last_word_accuracy", "needle_accuracy"} <= names
     assert len({ids.shape[1] for ids in seen}) >= 2  # windows and prompts
     assert all(begin(ids.tolist(), before) for ids in seen)
     assert report.provenance.settings.get("prefix_ids", []) == before

@@ -19,7 +19,7 @@ from tests import tiny
 
 FAST: dict[str, Any] = {
     **{"seq_len": 16, "resamples": 200, "speed": False, "max_windows": 6},
-    **{"last_words": 0, "copying": 0},
+    **{"last_words": 0},
 }
 ROWS = [
     {"context": tiny.text(5, seed=n), "choices": [f"w{n}", f"w{n + 20}"], "answer": n % 2}

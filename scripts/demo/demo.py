@@ -208,7 +208,7 @@ def commands(job: Job, model: Path) -> None:
     report = SMALL.parent / "report.json"
     unseen = {"speeches": HERE / "test.txt", "novel": SHIPPED / "novel.txt.gz"}
     texts = [word for name, file in unseen.items() for word in ("--data", f"{name}={file}")]
-    given = ("seq_len=256", "passage_words=0", "copying=0", "last_words=40", "decode_batches=1")
+    given = ("seq_len=256", "passage_words=0", "last_words=40", "decode_batches=1")
     settings = [word for each in given for word in ("--config", each)]
     beside = ["--against", model, *settings, "--max-windows", 12]
     headprune(job, "evaluate", SMALL, *texts, *beside, report)

@@ -1,4 +1,4 @@
-"""The folder of an unfinished training or compression, OUT-checkpoints."""
+"""The folder of an unfinished training, OUT-checkpoints."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from headprune.io.writing import abandoned, beside, real, write_whole
 from headprune.placements import in_shards
 
 CONFIG, HISTORY, CHECKPOINTS = "config.yaml", "history.jsonl", "checkpoints"
-STATE, PROPOSAL = "trainer_state.json", "proposal.json"  # the last file of a checkpoint
+STATE = "trainer_state.json"  # the last file of a checkpoint
 _SUFFIX = "-checkpoints"
 # by the section of their settings
-_COMMANDS = {"train_gates": "train-gates", "heal": "heal", "compress": "compress"}
+_COMMANDS = {"train_gates": "train-gates", "heal": "heal"}
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,9 @@ def _may_resume(error: Exception) -> bool:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    for name in (STATE, PROPOSAL):
-        with suppress(OSError, ValueError):
-            json.loads((checkpoint / name).read_bytes())
-            return True
+    with suppress(OSError, ValueError):
+        json.loads((checkpoint / STATE).read_bytes())
+        return True
     return False
 
 

@@ -82,7 +82,7 @@ JOBS: dict[str, Job] = {
         weight=2,
     ),
     "heal": Job(f"{HEAL} out", _OLD_MODEL, resumes=True, weight=2),
-    "compress": Job(f"{_COMPRESS} out", _OLD_MODEL, resumes=True, weight=0.5),
+    "compress": Job(f"{_COMPRESS} out", _OLD_MODEL, weight=0.5),
     "migrate": Job("migrate legacy out", _OLD_MODEL),
     "roles": Job(f"{ROLES} out", f"{ROLES} --config seed=7 out"),
     "attention": Job(

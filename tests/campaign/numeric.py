@@ -143,7 +143,7 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "convert-gqa m out": ("kv_heads",),
     f"convert-gqa m --calibrate text.txt {REFITTING} out": ("kv_budget",),
     "prune m --scores scores --criterion fisher --dry-run --save-plan out.json": (
-        *("keep", "max_params", "max_kv_bytes", "min_speedup"),
+        *("keep", "max_params", "max_kv_bytes"),
     ),
     f"evaluate m {_D} --no-speed {MEASURING} out.json": (
         *("confidence", "seed", "batch_size", "memory", "max_windows", "seq_len"),

@@ -13,7 +13,7 @@ from headprune.commands import options as o
 from headprune.commands.command import command
 from headprune.commands.convert_gqa import refuse_healing_by_layers
 from headprune.commands.listing import Panel
-from headprune.config import CompressConfig, DataConfig, Resuming, build, data_configs, domains
+from headprune.config import CompressConfig, DataConfig, build, data_configs, domains
 from headprune.config.values import Count, Few, Length, Seed, Tokens, listed
 from headprune.context import Context
 from headprune.errors import HeadpruneError
@@ -76,7 +76,6 @@ def compress(
     ] = (),
     max_params: o.MaxParams | None = None,
     max_kv_bytes: o.MaxKvBytes | None = None,
-    min_speedup: o.MinSpeedup | None = None,
     data: o.Domains = (),
     heal_steps: o.HealSteps | None = None,
     quick: Annotated[bool, o.option("Fit and judge on a quarter of the text.")] = False,
@@ -89,7 +88,6 @@ def compress(
     out_dtype: o.Dtype = "auto",
     dry_run: o.DryRun = False,
     overwrite: o.Overwrite = False,
-    resume: o.Resume = False,
     calibration_tokens: Tokens = 16_384,
     seq_len: Length = 2_048,
     held_out_tokens: Count = 16_384,
@@ -119,7 +117,6 @@ def compress(
             keep=share,
             max_params=max_params,
             max_kv_bytes=max_kv_bytes,
-            min_speedup=min_speedup,
             heal_steps=heal_steps,
             targets=targets,
             calibration_tokens=calibration_tokens,
@@ -144,6 +141,5 @@ def compress(
         folder = None if dry_run or output is None else Path(output)
         if folder is not None and several:
             folder = folder / f"{config.keep:g}"
-        resuming = Resuming(overwrite=overwrite, resume=resume)
-        points.append(compress(str(model), folder, config, texts, resuming, context))
+        points.append(compress(str(model), folder, config, texts, overwrite, context))
     return Curve(tuple(points)) if several else points[0]

@@ -71,7 +71,6 @@ Metrics = Annotated[
 # ---- what to cut
 MaxParams = Annotated[values.Count, option("Parameters of the whole model, at most.")]
 MaxKvBytes = Annotated[values.Amount, option("Bytes of KV cache per token, at most.")]
-MinSpeedup = Annotated[values.Speedup, option("Speed of prefill over the original's, at least.")]
 Unit = Annotated[
     Literal["head", "kv-group", "query-slot"],
     option("Unit of removal. Default: head for MHA, kv-group for GQA."),

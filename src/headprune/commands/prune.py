@@ -78,7 +78,7 @@ def _warnings(result: Pruned | Preview | Planned) -> Iterable[str]:
     needs={
         "criterion": "scores",
         "keep": "scores|gates",
-        **dict.fromkeys(("max_params", "max_kv_bytes", "min_speedup", "keep_roles"), "scores"),
+        **dict.fromkeys(("max_params", "max_kv_bytes"), "scores"),
         **dict.fromkeys(("per_layer", "min_per_layer"), "scores"),
         "keep_roles": "roles",
         "save_plan": "dry_run",
@@ -105,7 +105,6 @@ def prune(
     | None = None,
     max_params: o.MaxParams | None = None,
     max_kv_bytes: o.MaxKvBytes | None = None,
-    min_speedup: o.MinSpeedup | None = None,
     criterion: Annotated[str, o.option("Which of several scores.")] | None = None,
     refit: Annotated[
         str | Path,
@@ -153,7 +152,7 @@ def prune(
     plan = Path(plan) if isinstance(plan, str) else plan
     output, save_plan = _path(output), _path(save_plan)
     request = CutRequest(gates, plan, scores, criterion, keep, shape, engines)
-    budgets = (max_params, max_kv_bytes, min_speedup, keep_roles or None, per_layer or None)
+    budgets = (max_params, max_kv_bytes, keep_roles or None, per_layer or None)
     planned = None
     if scores is not None and any(each is not None for each in (*budgets, save_plan)):
         budget = build(
@@ -162,7 +161,6 @@ def prune(
             keep=keep,
             max_params=max_params,
             max_kv_bytes=max_kv_bytes,
-            min_speedup=min_speedup,
             roles=roles,
             keep_roles=keep_roles,
             per_layer=per_layer,

@@ -20,13 +20,11 @@ from headprune.compression.candidates import (
 from headprune.compression.goals import goal_of
 from headprune.compression.heldout import HeldOut, WrittenMetric
 from headprune.compression.selection import Selection
-from headprune.compression.tried import Tried, keep, kept
 from headprune.config import (
     CompressConfig,
     DataConfig,
     HealConfig,
     LayoutOption,
-    Resuming,
     Writing,
     sequences_per_pass,
 )
@@ -41,7 +39,7 @@ from headprune.errors import (
     PlanError,
 )
 from headprune.evaluation.written import COUNTED, refuse_metrics
-from headprune.io.outputs import whole_folder
+from headprune.io.outputs import claimed, whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
 from headprune.model.batch import most_tokens
 from headprune.model.loading import CLASSIFIERS, UNMEASURED, task_of
@@ -53,7 +51,6 @@ from headprune.result.card import write_card
 from headprune.result.folder import ModelFolder
 from headprune.result.twins import refuse_unproven
 from headprune.result.write import Proposal, Pruned, write
-from headprune.resuming import Run, claimed_run
 from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
 from headprune.surgery.edit import Edit
@@ -116,7 +113,7 @@ def compress(
     output: Path | None,
     config: CompressConfig,
     data: Mapping[str, DataConfig] | None = None,
-    rerun: Resuming = Resuming(),
+    overwrite: bool = False,
     context: Context = Context(),
 ) -> Compressed | Outline:
     """Makes a model smaller in the way that costs the held-out text least.
@@ -126,37 +123,19 @@ def compress(
         output: Folder to write; it appears whole or not at all. None for an outline alone.
         config: What may stay, and how it is chosen.
         data: Texts by name, mixed in equal parts; none for the texts that ship with headprune.
-        rerun: Replace an existing output, or resume a compression.
+        overwrite: Replace an existing output.
         context: Progress and permissions.
 
     Raises:
         HeadpruneError: If model, goal and text do not fit together.
-        Interrupted: After Ctrl-C; measured candidates are kept.
         ProofError: If the result does not compute as it should.
     """
     data = data or {}
     _refuse_metric(config.metric, context)
-    inputs = (model, *(each.source for each in data.values()))
     if output is None:
         return _Compression(model, config, data, context).outline()
-    texts_by_name = {f"data_{name}": each for name, each in data.items()}
-    run = Run.of(output, "compress", config, model=model, **texts_by_name)
-    with claimed_run(output, run, inputs, rerun):
-        work = _Compression(model, config, data, context)
-        if not rerun.resume:
-            run.begin()
-        try:
-            result = work.into(output, run)
-        except (KeyboardInterrupt, Interrupted):
-            raise Interrupted(
-                f"Stopped; the candidates so far are in '{run.folder}'. Continue with the same "
-                "command and --resume."
-            ) from None
-        except (PlanError, DataError):  # going on would come to the same
-            run.remove()
-            raise
-        run.remove()
-        return result
+    with claimed(output, overwrite, (model, *(each.source for each in data.values()))):
+        return _Compression(model, config, data, context).into(output)
 
 
 class _Compression:
@@ -207,7 +186,7 @@ class _Compression:
             heal_steps=self.config.heal_steps,
         )
 
-    def into(self, output: Path, run: Run) -> Compressed:
+    def into(self, output: Path) -> Compressed:
         """Does it."""
         self.context.line(f"To be kept: {self.goal.said}; text: {self.named}")
         config = self.config
@@ -230,7 +209,7 @@ class _Compression:
         with reserved(beside(output, "{}-candidates")) as work:
             work.mkdir()
             job = self._job(work)
-            best = self._best(job, selection, run)
+            best = self._best(job, selection)
             if config.heal_steps is None:
                 choice = self._concluded(selection, best.edit)
                 done = self._written(best, output, choice)
@@ -258,7 +237,7 @@ class _Compression:
         text = texts.write(some, work / "text")
         return Job(self.model, self.goal, text, config, self.context)
 
-    def _best(self, job: Job, selection: Selection, run: Run) -> Proposal:
+    def _best(self, job: Job, selection: Selection) -> Proposal:
         """Try all candidates in memory, and return the best."""
         best: Proposal | None = None
         errors: list[Exception] = []
@@ -272,17 +251,13 @@ class _Compression:
 
             done = sum(not before.fallback for before in self.candidates[: number - 1])
             self.context.whole(done, self.parts)
-            folder, began = run.checkpoints / f"checkpoint-{number}", time.monotonic()
+            began = time.monotonic()
             try:
-                tried = kept(folder)
-                if tried is None:
-                    proposal = candidate.way.make(job, replace(self.context, stage=stage))
-                    seconds, name = time.monotonic() - began, _name(candidate, proposal)
-                    stage("measuring")
-                    tried = Tried(proposal, selection.measured(name, proposal.edit, seconds))
-                    keep(folder, tried)
-                if selection.add(tried.contender):
-                    best = tried.proposal
+                proposal = candidate.way.make(job, replace(self.context, stage=stage))
+                seconds, name = time.monotonic() - began, _name(candidate, proposal)
+                stage("measuring")
+                if selection.add(selection.measured(name, proposal.edit, seconds)):
+                    best = proposal
             except Exception as error:  # memory runs out in several kinds; others are raised
                 if not is_its_own(error):
                     raise
@@ -349,8 +324,8 @@ class _Compression:
             seconds = time.monotonic() - began
             result = open_model(healed.pruned.output, self.config.dtype, self.context.allowed)
             better = selection.add(selection.measured(name, result, seconds))
-        except Interrupted:
-            raise
+        except Interrupted:  # its checkpoint goes with the folder of the candidates
+            raise KeyboardInterrupt from None
         except Exception as error:  # memory and disk run out in several kinds; others are raised
             if not isinstance(error, HeadpruneError) and _machine_ran_out(error) is None:
                 raise

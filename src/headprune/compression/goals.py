@@ -66,7 +66,7 @@ def goal_of(
     heads, kv_heads = sum(a.query_heads for a in attentions), sum(a.kv_heads for a in attentions)
     if not heads:
         raise PlanError("The model has no heads left, so there is nothing to compress.")
-    if 1 in (config.keep, config.min_speedup):
+    if config.keep == 1:
         raise PlanError("The goal is 1, which the model meets as it is: there is nothing to do.")
     grouped = kv_heads < heads
     whole = Unit.KV_GROUP if grouped else Unit.HEAD
@@ -84,9 +84,6 @@ def goal_of(
         budget = config.part(BudgetConfig)
         said = f"at most {config.max_params:,} parameters, of {net.num_parameters():,}"
         return SizeGoal(said, budget, (whole,), None)
-    if config.min_speedup is not None:
-        budget = config.part(BudgetConfig)
-        return SizeGoal(f"prefill {config.min_speedup:g} times as fast", budget, (whole,), None)
     assert config.keep is not None  # one goal is set
     said = f"{config.keep:.4g} of the {'KV heads, as queries share them' if grouped else 'heads'}"
     budget = config.part(BudgetConfig)

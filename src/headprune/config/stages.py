@@ -29,7 +29,6 @@ from headprune.config.values import (
     Seed,
     ShardSize,
     Share,
-    Speedup,
     Steps,
     Texts,
     listed,
@@ -41,7 +40,6 @@ NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _NEEDLE = "needle_accuracy"
 # metrics with passes of their own, by the setting that says how much is read for them
 _ON_DEMAND = {
-    "copying": ("copying_nll", "repeated_passage_nll"),
     "last_words": ("last_word_accuracy", "seen_last_word_accuracy"),
     "passage_words": ("passage_words",),
 }
@@ -117,7 +115,7 @@ class ScoreConfig(CalibrationConfig):
 
 
 class BudgetConfig(Settings):
-    """Budget of a plan: at least one of ``keep`` and the three limits."""
+    """Budget of a plan: at least one of ``keep`` and the two limits."""
 
     targets: Targets = ()
     keep: Kept | None = None
@@ -125,17 +123,13 @@ class BudgetConfig(Settings):
     min_per_layer: Amount = 0
     max_params: Count | None = None
     max_kv_bytes: Amount | None = None
-    min_speedup: Speedup | None = None
     keep_roles: Names = ()
     roles: Place | None = None
 
     @model_validator(mode="after")
     def _some_goal(self) -> BudgetConfig:
-        goals = (self.keep, self.max_params, self.max_kv_bytes, self.min_speedup)
-        if all(goal is None for goal in goals):
-            raise ValueError(
-                "give what may stay: --keep, --max-params, --max-kv-bytes or --min-speedup"
-            )
+        if all(goal is None for goal in (self.keep, self.max_params, self.max_kv_bytes)):
+            raise ValueError("give what may stay: --keep, --max-params or --max-kv-bytes")
         return self
 
 
@@ -194,7 +188,6 @@ class CompressConfig(CalibrationConfig):
     keep: Share | None = None
     max_params: Count | None = None
     max_kv_bytes: Amount | None = None
-    min_speedup: Speedup | None = None
     heal_steps: Steps | None = None
     # 512 suffices for perplexity, but loses facts far back in a context (docs/benchmarks/gqa)
     seq_len: Length = 2_048
@@ -205,7 +198,7 @@ class CompressConfig(CalibrationConfig):
 
     @model_validator(mode="after")
     def _one_goal(self) -> CompressConfig:
-        _exactly_one(self, "keep", "max_params", "max_kv_bytes", "min_speedup")
+        _exactly_one(self, "keep", "max_params", "max_kv_bytes")
         return self
 
 
@@ -361,7 +354,6 @@ class NeedleConfig(Settings):
 class EvaluateConfig(NeedleConfig):
     """Settings of an evaluation."""
 
-    copying: Annotated[int, Field(ge=0, le=10**6)] = 16  # repeated runs and passages
     last_words: Annotated[int, Field(ge=0, le=10**6)] = 200  # passages
     passage_words: Annotated[int, Field(ge=0, le=10**6)] = 400  # passages to look for them in
     needle: bool = False

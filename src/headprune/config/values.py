@@ -26,7 +26,6 @@ MOST_STEPS = 10**9
 Positive = Annotated[float, Field(gt=0, le=1e9), _NUMBER]
 Share = Annotated[float, Field(gt=0, le=1), _NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), _NUMBER]
-Speedup = Annotated[float, Field(ge=1), _NUMBER]
 Level = Annotated[float, Field(gt=0, lt=1), _NUMBER]
 Amount = Annotated[int, Field(ge=0), _NUMBER]
 Count = Annotated[int, Field(ge=1, le=2**53), _NUMBER]

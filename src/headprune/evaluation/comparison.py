@@ -10,6 +10,10 @@ part cancels (Efron and Tibshirani 1993, ch. 8 and 13: percentile intervals).
 With few draws these intervals are too short; their tails are moved out as far as Student's t is
 wider than the normal distribution (Hesterberg 2015, arXiv 1411.5279, section 5.3: expanded
 percentiles). Of fewer than ten, the interval is Student's with the jackknife's standard error.
+
+Shares of successes have no bootstrap: no resample can show an outcome that the sample lacks. Each
+end counts one more pair, the best or the worst possible (Gaffke 2005; Learned-Miller and Thomas
+2020, arXiv 1905.06208). Of a single share this is the interval of Clopper and Pearson.
 """
 
 from __future__ import annotations
@@ -21,11 +25,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import norm, t
+from scipy.stats import binomtest, norm, t
 
 from headprune.data.text import evenly
 
 Numbers = NDArray[np.int64]
+Outcomes = NDArray[np.bool_]
 # Maps indices of sequences, shape (..., sequences), to one number each, shape (...).
 Statistic = Callable[[Numbers], Any]
 
@@ -98,6 +103,48 @@ def bootstrap(
     with np.errstate(invalid="ignore"):  # between two infinite neighbours lies NaN
         low, high = np.quantile(drawn, [tail, 1 - tail]) if len(drawn) else (np.nan, np.nan)
     return Interval(estimate, float(low), float(high), confidence, n)
+
+
+def of_shares(
+    number: Callable[[Any, Any], Any],
+    ours: Outcomes,
+    theirs: Outcomes | None,
+    resamples: int,
+    confidence: float,
+    seed: int,
+) -> Interval:
+    """Return the interval of a number of two shares of successes, of paired trials.
+
+    Args:
+        number: From the shares of model and base to the number.
+        ours: Successes of the model.
+        theirs: Those of the base in the same trials; None for the share of the model alone.
+        resamples: Number of drawn weights.
+        confidence: Level, between 0 and 1.
+        seed: Seed of the weights.
+    """
+    if theirs is None:
+        exact = binomtest(int(ours.sum()), len(ours)).proportion_ci(confidence)
+        return Interval(float(ours.mean()), exact.low, exact.high, confidence, len(ours))
+    generator, tail = np.random.default_rng(seed), (1 - confidence) / 2
+    cells = [ours & theirs, ours & ~theirs, ~ours & theirs, ~(ours | theirs)]
+    weights = generator.standard_gamma([cell.sum() for cell in cells], (resamples, 4))
+    further = generator.standard_exponential((resamples, 1))
+    ends = []
+    for which in (1, 2):  # the further pair: the model alone is right, or alone is wrong
+        both, gained, lost, neither = (weights + further * (np.arange(4) == which)).T
+        total = both + gained + lost + neither
+        with np.errstate(divide="ignore", invalid="ignore"):  # a base without successes
+            drawn = number((both + gained) / total, (both + lost) / total)
+            ends.append(np.quantile(drawn, [tail, 1 - tail]))
+    low, high = np.min(ends), np.max(ends)
+    estimate = float(number(ours.mean(), theirs.mean()))
+    return Interval(estimate, float(low), float(high), confidence, len(ours))
+
+
+def unseen(n: int, confidence: float) -> float:
+    """Return the largest share of examples of a kind that a sample of n may lack."""
+    return float(1 - ((1 - confidence) / 2) ** (1 / n))
 
 
 def _starts(n: int, documents: Numbers | None) -> Numbers:

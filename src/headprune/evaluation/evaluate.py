@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import platform
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,12 @@ from headprune.data.read import Examples
 from headprune.data.text import Collate
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
-from headprune.evaluation.comparison import Numbers, bootstrap
+from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.loaded import LANGUAGE_MODELS, Loaded, LoadedDomain, load
 from headprune.evaluation.metrics import (
     Floats,
     Samples,
+    interval_of,
     label,
     similarity_correlation,
     spec_of,
@@ -41,15 +43,7 @@ from headprune.evaluation.probes import (
     last_word_columns,
 )
 from headprune.evaluation.quality import Progress
-from headprune.evaluation.recall import (
-    REPEATED,
-    WORDS,
-    RecalledWords,
-    WordMarks,
-    copying_losses,
-    repeated_losses,
-    repeated_rows,
-)
+from headprune.evaluation.recall import WORDS, RecalledWords, WordMarks
 from headprune.evaluation.refusals import are_pairs
 from headprune.evaluation.report import (
     Difference,
@@ -188,8 +182,6 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
         columns |= {within(name, domain.name): column for name, column in given.items()}
         if domain.documents is not None:
             documents |= {within(name, domain.name): domain.documents for name in _BY_ROW}
-            some = domain.documents[repeated_rows(len(domain.rows), config.copying)]
-            documents |= {within(name, domain.name): some for name in REPEATED}
         done += len(domain.rows) + len(domain.prompts)
         if domain.references:
 
@@ -281,11 +273,6 @@ def _generated(
     words, size, rows = RecalledWords(WordMarks(tokenizer)), config.batch_size, domain.rows
     columns = quality.causal_losses(net, rows, tokenizer, size, progress, words)._asdict()
     columns |= words.columns()
-    length = len(rows[0]["input_ids"])
-    if config.copying and length > 3:
-        if not domain.name:  # random tokens are of no domain
-            columns |= copying_losses(net, tokenizer, config.copying, length, size, config.seed)
-        columns |= repeated_losses(net, tokenizer, rows, config.copying, size)
 
     def later(done: int, total: int) -> None:
         progress(len(rows) + done, total)
@@ -429,13 +416,9 @@ def _differences(
             )
         if kind is None:
             continue
-        ours, theirs = model.statistic(name), base.statistic(name)
-
-        def gap(i: Any, a: Any = ours, b: Any = theirs, ratio: bool = kind == "ratio") -> Any:
-            return a(i) / b(i) if ratio else a(i) - b(i)
-
-        documents = model.documents_of(name)
-        interval = bootstrap(gap, n, config.resamples, config.confidence, config.seed, documents)
+        gap = operator.truediv if kind == "ratio" else operator.sub
+        how = (config.resamples, config.confidence, config.seed)
+        interval = interval_of(name, gap, model, base, *how)
         if interval.is_finite:
             differences.append(
                 Difference(name=name, kind=kind, interval=interval, higher_is_better=higher[name])

@@ -36,7 +36,7 @@ from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.metrics import METRICS, Samples, within
 from headprune.evaluation.probes import LastWord, Needle
 from headprune.evaluation.quality import TokenLosses
-from headprune.evaluation.recall import COPYING, REPEATED, WORDS, WordMarks
+from headprune.evaluation.recall import WORDS, WordMarks
 from headprune.evaluation.refusals import (
     are_pairs,
     refuse_exported,
@@ -146,9 +146,9 @@ class Loaded:
             return TokenLosses._fields
         if task == "causal-lm":
             words = WORDS if WordMarks(self.tokenizer).any else ()
-            main = () if domain.name else (*COPYING, *probes.NEEDLES)
+            main = () if domain.name else probes.NEEDLES
             of_two = probes.PASSAGE_WORDS if len(self.nets) == 2 else ()
-            return (*TokenLosses._fields, *REPEATED, *probes.LAST_WORDS, *of_two, *main, *words)
+            return (*TokenLosses._fields, *probes.LAST_WORDS, *of_two, *main, *words)
         if task in LANGUAGE_MODELS:
             return TokenLosses._fields
         if task in _COLUMNS:
@@ -169,7 +169,7 @@ class Loaded:
         if task_of(self.nets[0]) == "causal-lm" and (before := around(self.tokenizer).before):
             used["prefix_ids"] = before
         settings = config.model_dump(mode="json")
-        for optional in ("copying", "last_words", "passage_words", "tasks", "metrics"):
+        for optional in ("last_words", "passage_words", "tasks", "metrics"):
             if not settings[optional]:  # it was not measured
                 del settings[optional]
         if not config.metrics:

@@ -8,15 +8,25 @@ reference. Two models are therefore compared sequence by sequence with the same 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
-from headprune.evaluation.comparison import Numbers, Statistic
+from headprune.evaluation.comparison import (
+    FEWEST,
+    Interval,
+    Numbers,
+    Outcomes,
+    Statistic,
+    bootstrap,
+    of_shares,
+    unseen,
+)
 from headprune.registry import Registry
 
 Floats = NDArray[np.float64]
@@ -40,6 +50,7 @@ class MetricSpec:
         of_two: Whether it needs the original beside the model.
         proportion: Whether it is the share of independent trials that succeed: one per example, or
             where it has two columns, of the positions that the first marks.
+        scale: Its range, where unequal models may agree on an example: labels and written text.
         settings: Settings of ``evaluate`` that decide this metric alone.
     """
 
@@ -53,6 +64,7 @@ class MetricSpec:
     beside: bool = False
     of_two: bool = False
     proportion: bool = False
+    scale: int | None = None
     settings: tuple[str, ...] = ()
 
 
@@ -64,6 +76,7 @@ SCORE = MetricSpec(
     "Mean score of the examples of a task of lm-eval, or a number of a metric of evaluate.",
     formula=lambda scores: scores.mean(-1),
     compared="difference",
+    scale=1,
 )
 
 
@@ -125,18 +138,6 @@ def seen_word_accuracy(seen_words: Floats, seen_word_hits: Floats) -> Any:
     return seen_word_hits.sum(-1) / seen_words.sum(-1)
 
 
-@metric("nats/token", lower_is_better=True, beside=True)
-def copying_nll(copied_nll_nats: Floats, copied_tokens: Floats) -> Any:
-    """Mean loss on the second of two equal runs of random tokens."""
-    return copied_nll_nats.sum(-1) / copied_tokens.sum(-1)
-
-
-@metric("nats/token", lower_is_better=True)
-def repeated_passage_nll(repeated_nll_nats: Floats, repeated_tokens: Floats) -> Any:
-    """Mean loss on the second of two equal passages of the text."""
-    return repeated_nll_nats.sum(-1) / repeated_tokens.sum(-1)
-
-
 @metric(beside=True, proportion=True)
 def last_word_accuracy(last_word_hits: Floats) -> Any:
     """Share of the passages whose last word the model predicts."""
@@ -161,49 +162,49 @@ def needle_accuracy(needle_hits: Floats) -> Any:
     return needle_hits.mean(-1)
 
 
-@metric(beside=True, settings=_WRITTEN)
+@metric(beside=True, scale=100, settings=_WRITTEN)
 def bleu(bleu_counts: Floats) -> Any:
     """BLEU of the written text, by sacrebleu (Post 2018, arXiv 1804.08771)."""
     return _by_sacrebleu("BLEU", bleu_counts)
 
 
-@metric(settings=_WRITTEN)
+@metric(scale=100, settings=_WRITTEN)
 def chrf(chrf_counts: Floats) -> Any:
     """ChrF of the same, by sacrebleu."""
     return _by_sacrebleu("CHRF", chrf_counts)
 
 
-@metric(lower_is_better=True, settings=_WRITTEN)
+@metric(lower_is_better=True, scale=100, settings=_WRITTEN)
 def ter(ter_counts: Floats) -> Any:
     """Translation edit rate of the same, by sacrebleu."""
     return _by_sacrebleu("TER", ter_counts)
 
 
-@metric(beside=True, settings=_WRITTEN)
+@metric(beside=True, scale=1, settings=_WRITTEN)
 def rouge1(rouge1_scores: Floats) -> Any:
     """Mean F1 of words that a summary shares with its reference, by rouge_score."""
     return rouge1_scores.mean(-1)
 
 
-@metric(settings=_WRITTEN)
+@metric(scale=1, settings=_WRITTEN)
 def rouge2(rouge2_scores: Floats) -> Any:
     """The same, of pairs of words."""
     return rouge2_scores.mean(-1)
 
 
-@metric(settings=_WRITTEN)
+@metric(scale=1, settings=_WRITTEN)
 def rouge_l(rouge_l_scores: Floats) -> Any:
     """The same, of the longest common sequence of words."""
     return rouge_l_scores.mean(-1)
 
 
-@metric(lower_is_better=True, beside=True, settings=_WRITTEN)
+@metric(lower_is_better=True, beside=True, scale=1, settings=_WRITTEN)
 def wer(word_errors: Floats) -> Any:
     """Word errors per word of the references, by jiwer."""
     return _rate(word_errors)
 
 
-@metric(lower_is_better=True, settings=_WRITTEN)
+@metric(lower_is_better=True, scale=1, settings=_WRITTEN)
 def cer(character_errors: Floats) -> Any:
     """Character errors per character of the references, by jiwer."""
     return _rate(character_errors)
@@ -221,7 +222,7 @@ def accuracy(hits: Floats) -> Any:
     return hits.mean(-1)
 
 
-@metric(beside=True)
+@metric(beside=True, scale=1)
 def macro_f1(class_counts: Floats) -> Any:
     """Mean F1 of the classes that are true or predicted.
 
@@ -234,7 +235,7 @@ def macro_f1(class_counts: Floats) -> Any:
     return of_class.sum(-1) / np.maximum((either > 0).sum(-1), 1)
 
 
-@metric(beside=True)
+@metric(beside=True, scale=1)
 def micro_f1(label_hits: Floats, labels: Floats) -> Any:
     """F1 over all labels of all examples, where an example may have several.
 
@@ -244,13 +245,13 @@ def micro_f1(label_hits: Floats, labels: Floats) -> Any:
     return np.where(either > 0, 2 * hits / np.maximum(either, 1), 1.0)
 
 
-@metric(leads=True)
+@metric(leads=True, scale=1)
 def tag_accuracy(tag_hits: Floats, tags: Floats) -> Any:
     """Share of words with the right tag."""
     return tag_hits.sum(-1) / tags.sum(-1)
 
 
-@metric(beside=True)
+@metric(beside=True, scale=1)
 def entity_f1(entity_counts: Floats) -> Any:
     """F1 of whole entities of tags such as B-PER and I-PER, by seqeval.
 
@@ -418,12 +419,14 @@ class Samples:
         with np.errstate(all="ignore"):
             return float(self.statistic(metric)(np.arange(self.count(metric))))
 
-    def trials(self, metric: str) -> int | None:
-        """Return the trials behind a proportion of successes; None for any other metric."""
+    def outcomes(self, metric: str) -> Outcomes | None:
+        """Return which trials of a proportion succeed; None for any other metric."""
+        first, *others = (self.columns[name] for name in columns_of(metric))
+        if is_score(metric) and np.isin(first, (0, 1)).all():
+            return np.asarray(first == 1)
         if not spec_of(metric).proportion:
             return None
-        first, *others = columns_of(metric)
-        return int(self.columns[first].sum()) if others else self.count(metric)
+        return np.asarray((others[0][first == 1] if others else first) == 1)
 
 
 def columns_of(name: str) -> list[str]:
@@ -432,3 +435,43 @@ def columns_of(name: str) -> list[str]:
         return [name]
     metric, domain = parted(name)
     return [within(column, domain) for column in METRICS[metric].columns]
+
+
+def interval_of(
+    metric: str,
+    number: Callable[[Any, Any], Any],
+    ours: Samples,
+    theirs: Samples | None,
+    resamples: int,
+    confidence: float,
+    seed: int,
+) -> Interval:
+    """Return the interval of a metric, or of its comparison with a base on the same examples.
+
+    Args:
+        metric: The metric.
+        number: From the values of model and base to the number.
+        ours: Samples of the model.
+        theirs: Those of the base; None for the metric itself.
+        resamples: Number of resamples.
+        confidence: Level, between 0 and 1.
+        seed: Seed of the resampling.
+
+    Returns:
+        The interval; its ends are NaN where the examples are too few to show any difference.
+    """
+    successes = [None if each is None else each.outcomes(metric) for each in (ours, theirs)]
+    if successes[0] is not None and (theirs is None or successes[1] is not None):
+        return of_shares(number, *successes, resamples, confidence, seed)
+    n, value, other = ours.count(metric), *(s.statistic(metric) for s in (ours, theirs or ours))
+    documents = ours.documents_of(metric)
+    found = bootstrap(
+        lambda i: number(value(i), other(i)), n, resamples, confidence, seed, documents
+    )
+    if not math.isclose(found.low, found.high, rel_tol=1e-9, abs_tol=1e-12):
+        return found
+    if (scale := spec_of(metric).scale) is None:  # models that differ do so in every example
+        return found if n >= FEWEST else replace(found, low=math.nan, high=math.nan)
+    every, reach = np.arange(n), scale * unseen(n, confidence)
+    ends = [float(number(value(every) + move, other(every))) for move in (-reach, reach)]
+    return replace(found, low=min(ends), high=max(ends))

@@ -1,23 +1,19 @@
-"""Savings of a cut in parameters, KV cache and time, as sums over the heads that stay."""
+"""Savings of a cut in parameters and KV cache, as sums over the heads that stay."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from headprune.errors import PlanError
-from headprune.model.attention import attention_of, family_of
+from headprune.model.attention import family_of
 from headprune.model.cost import CACHED, GENERATES, STUB, kv_cache_elements_per_token
 from headprune.model.loading import task_of
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.plan import AttentionPlan, Plan
-from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.index_maps import role_slices
-from headprune.tensors.units import Unit
 
 
 @dataclass(frozen=True)
@@ -96,52 +92,6 @@ def cache_prices(
     mine = Prices(0.0, tuple(prices)).total([(a.query_heads, a.kv_heads) for a in attentions])
     whole = kv_cache_elements_per_token(model) * size
     return Prices(float(whole - mine), tuple(prices))
-
-
-def time_prices(
-    model: PreTrainedModel,
-    attentions: Sequence[Attention],
-    seconds: Callable[[Sequence[PreTrainedModel]], Sequence[float]],
-) -> Prices:
-    """Return the prices in seconds of a prefill, measured with all, half and none of the heads.
-
-    The time of a module is a constant and a part per query head.
-
-    Args:
-        model: The model.
-        attentions: The modules that may lose heads.
-        seconds: Times models against each other.
-    """
-    everything = {a.path: a.query_ids for a in attention_of(model)}
-    chosen = {a.path for a in attentions}
-
-    def variant(fraction: float) -> PreTrainedModel:
-        parts = {}
-        for attention in attention_of(model):
-            keep = list(everything[attention.path])
-            if attention.path in chosen:
-                keep = _first_heads(attention, fraction)
-            parts[attention.path] = AttentionPlan(
-                query_heads=attention.query_heads,
-                kv_heads=attention.kv_heads,
-                keep=tuple(sorted(keep)),
-            )
-        net = copy.deepcopy(model)
-        cut_heads(net, resolve(Plan(unit=Unit.KV_GROUP, attentions=parts), net))
-        return net
-
-    kept = [(0, 0), *((len(_first_heads(a, 0.5)), a.query_heads) for a in attentions)]
-    half_heads, heads = sum(k[0] for k in kept), sum(k[1] for k in kept)
-    none, half, whole = seconds([variant(0.0), variant(0.5), model])
-    per_head = max(0.0, (whole - half) / max(heads - half_heads, 1))
-    per_module = max(0.0, (whole - none - per_head * heads) / max(len(attentions), 1))
-    return Prices(none, tuple(Price(per_head, 0.0, per_module) for _ in attentions))
-
-
-def _first_heads(attention: Attention, fraction: float) -> list[int]:
-    """Return the ids of the query heads of a fraction of the KV heads, first ones first."""
-    groups = round(attention.kv_heads * fraction)
-    return list(attention.query_ids[: sum(attention.group_sizes[:groups])])
 
 
 def _parameters(attention: Attention) -> Price:

@@ -11,17 +11,14 @@ from transformers import PreTrainedModel
 
 from headprune.config import BudgetConfig, LayoutOption, PlanConfig
 from headprune.context import Context
-from headprune.errors import PlanError
 from headprune.evidence.score import reckons_with_refit
 from headprune.io.outputs import claims_output
 from headprune.io.ownership import PLAN
 from headprune.model.attention import attention_of
 from headprune.model.open import Model, open_model
-from headprune.model.residency import residency_of
-from headprune.model.speed import measure
 from headprune.model.units import fitted_scores, head_budget, refuse_target, unit_sizes
 from headprune.planning.allocation import BudgetLimit
-from headprune.planning.budgets import cache_prices, parameter_prices, time_prices
+from headprune.planning.budgets import cache_prices, parameter_prices
 from headprune.planning.choice import HeadChoice, share_of
 from headprune.planning.constraints import constraints_of
 from headprune.planning.from_scores import plan_from_scores
@@ -31,8 +28,6 @@ from headprune.schemas.plan import Plan
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
 from headprune.surgery.cut import resolve
 from headprune.tensors.units import Unit, members
-
-PROMPT = 256  # tokens of the prefill that --min-speedup measures
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,7 @@ def make_plan(model: Model, scores: Scores, config: PlanConfig, context: Context
     Raises:
         PlanError: If the budgets cannot be kept to.
     """
-    net = model.any_net if config.min_speedup is None else model.net
+    net = model.any_net
     source = model.identity
     name, values = scores.of(config.criterion)
     attentions = fitted_scores(net, scores)
@@ -112,7 +107,7 @@ def make_plan(model: Model, scores: Scores, config: PlanConfig, context: Context
     held = held_units(record, config.keep_roles, attentions, unit)
     constraints = constraints_of(net, LayoutOption.PER_LAYER, config.targets)
     stored = model.result_dtypes().default
-    limits = _limits(net, attentions, config, stored, context)
+    limits = _limits(net, attentions, config, stored)
     heads = None if config.keep is None else head_budget(config.keep, sizes)
     choice = HeadChoice(attentions, unit, config, limits, constraints, held)
     kept = choice.of(values, heads)
@@ -136,7 +131,6 @@ def _limits(
     attentions: Sequence[Attention],
     budget: BudgetConfig,
     stored: torch.dtype,
-    context: Context,
 ) -> list[BudgetLimit]:
     limits = []
     if budget.max_params is not None:
@@ -151,25 +145,7 @@ def _limits(
                 prices, float(budget.max_kv_bytes), f"--max-kv-bytes {budget.max_kv_bytes:,}"
             )
         )
-    if budget.min_speedup is not None:
-        if residency_of(net) is not None:
-            raise PlanError(
-                "--min-speedup times the model as a whole, which placement=layers does not hold. "
-                "Give --config placement=whole, or another budget."
-            )
-        context.stage("measuring the speed")
-        prices = time_prices(net, attentions, _prefill_seconds)
-        present = [(a.query_heads, a.kv_heads) for a in attentions]
-        most = prices.total(present) / budget.min_speedup
-        limits.append(
-            BudgetLimit(prices, most, f"--min-speedup {budget.min_speedup} (predicted seconds)")
-        )
     return limits
-
-
-def _prefill_seconds(nets: Sequence[PreTrainedModel]) -> list[float]:
-    speeds = measure(nets, prompt_tokens=PROMPT, decoded=2)
-    return [speed.prompt_tokens / speed.prefill_tokens_per_s for speed in speeds]
 
 
 def _total(limit: BudgetLimit, attentions: Sequence[Attention], plan: Plan) -> float:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from enum import Enum
 from fractions import Fraction
 from typing import Any
@@ -21,9 +20,16 @@ from transformers import PreTrainedModel
 
 from headprune.config import CheckConfig
 from headprune.errors import CheckpointError, DataError, HeadpruneError
-from headprune.evaluation.comparison import Interval, Numbers, Statistic, bootstrap
+from headprune.evaluation.comparison import Interval, bootstrap
 from headprune.evaluation.evaluate import EvaluationRun
-from headprune.evaluation.metrics import Floats, Samples, columns_of, is_score, spec_of
+from headprune.evaluation.metrics import (
+    Floats,
+    Samples,
+    columns_of,
+    interval_of,
+    is_score,
+    spec_of,
+)
 from headprune.model.cost import ModelCost
 from headprune.regression.baseline import Baseline
 from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Comparison, Limit, Operator
@@ -57,7 +63,7 @@ class Judged(BaseModel):
         op: The side of the bound where it must be.
         bound: The bound.
         value: The measured value.
-        low: Lower end of its interval; None for counts, as these are exact.
+        low: Lower end of its interval; None for counts, which are exact, and for too few examples.
         high: Upper end.
         confidence: Level of the interval.
         n: Windows, examples or repeats behind it.
@@ -93,7 +99,8 @@ class Judged(BaseModel):
         number = f"{self.number()}{_OF[self.kind]}"
         if self.confidence is None:
             return number
-        return f"{number} ({100 * self.confidence:g} % interval {self.interval()}, n={self.n})"
+        range_ = f"{100 * self.confidence:g} % interval {self.interval() or 'unknown'}"
+        return f"{number} ({range_}, n={self.n})"
 
     def number(self) -> str:
         """Return the value as text."""
@@ -149,7 +156,9 @@ def judge(limit: Limit, interval: Interval) -> Judged:
         verdict = Verdict.BROKEN
     else:
         needed = _needed(interval, limit.bound)
-    measured = {name: getattr(interval, name) for name in ("low", "high", "confidence", "n")}
+    measured: dict[str, Any] = {"confidence": interval.confidence, "n": interval.n}
+    if interval.n > 1 and interval.is_finite:
+        measured |= {"low": interval.low, "high": interval.high}
     return _judged(limit, interval.estimate, verdict, **measured, n_needed=needed)
 
 
@@ -213,11 +222,7 @@ def judge_limit(
     Raises:
         HeadpruneError: If there is nothing to compare with.
     """
-
-    def interval(statistic: Statistic, n: int, documents: Numbers | None = None) -> Interval:
-        how = (config.resamples, config.confidence, config.seed)
-        return bootstrap(statistic, n, *how, documents)
-
+    how = (config.resamples, config.confidence, config.seed)
     report, metric = evaluation.report, limit.metric
     if metric == ROUTE:
         return judge_exact(limit, route)
@@ -229,7 +234,8 @@ def judge_limit(
         return judge_exact(limit, counted(limit, value, reference.get(metric)))
     if metric in SPEED:
         faster = ratios[metric]  # the median, as a machine stumbles now and then
-        return judge(limit, interval(lambda i: np.median(faster[i], axis=-1), len(faster)))
+        middle = bootstrap(lambda i: np.median(faster[i], axis=-1), len(faster), *how)
+        return judge(limit, middle)
     ours, theirs = evaluation.samples[0], None
     if metric not in ours.metrics():
         raise DataError(_not_measured(limit, ours))
@@ -247,39 +253,20 @@ def judge_limit(
         theirs = evaluation.samples[1]
     if limit.percent and theirs is not None:
         _refuse_share_of_nothing(limit, theirs)
-    estimate = interval(compared(limit, ours, theirs), n, ours.documents_of(metric))
-    trials = ours.trials(metric)
-    if trials is not None and limit.kind is Comparison.ABSOLUTE:
-        estimate = with_rare_errors(estimate, config.confidence, trials)
-    return judge(limit, estimate)
+    return judge(limit, interval_of(metric, number_of(limit), ours, theirs, *how))
 
 
-def compared(limit: Limit, ours: Samples, theirs: Samples | None) -> Statistic:
-    """Return the number that the bound is for, as a function of the windows that count."""
-    value = ours.statistic(limit.metric)
-    if theirs is None:
-        return value
-    other, kind = theirs.statistic(limit.metric), limit.kind
-    if kind is Comparison.CHANGE:
-        return lambda i: value(i) / other(i) - 1
-    if kind is Comparison.DIFFERENCE:
-        return lambda i: value(i) - other(i)
-    if kind is Comparison.RECOVERY and not spec_of(limit.metric).higher_is_better:
-        return lambda i: other(i) / value(i)
-    return lambda i: value(i) / other(i)
-
-
-def with_rare_errors(interval: Interval, confidence: float, trials: int) -> Interval:
-    """Widen an interval of trials that are all right, or all wrong, to the exact bound.
-
-    No resample can show the other outcome.
-    """
-    reach = ((1 - confidence) / 2) ** (1 / max(trials, 1))
-    if interval.low == interval.high == 1.0:
-        return replace(interval, low=reach)
-    if interval.low == interval.high == 0.0:
-        return replace(interval, high=1 - reach)
-    return interval
+def number_of(limit: Limit) -> Callable[[Any, Any], Any]:
+    """Return the number that the bound is for, as a function of the values of model and base."""
+    if limit.kind is Comparison.ABSOLUTE:
+        return lambda ours, theirs: ours
+    if limit.kind is Comparison.CHANGE:
+        return lambda ours, theirs: ours / theirs - 1
+    if limit.kind is Comparison.DIFFERENCE:
+        return operator.sub
+    if limit.kind is Comparison.RECOVERY and not spec_of(limit.metric).higher_is_better:
+        return lambda ours, theirs: theirs / ours
+    return operator.truediv
 
 
 def counted(limit: Limit, value: int, reference: int | None) -> Fraction:

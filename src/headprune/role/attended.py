@@ -36,7 +36,6 @@ class Attended:
         start: Place of the first run of random tokens.
         period: Tokens of a run; 0 on other inputs.
         facts: See ``Facts``.
-        written: Logits of the first run's tokens by what each head writes of them.
     """
 
     weights: Float[Tensor, "sequences heads queries keys"]
@@ -48,7 +47,6 @@ class Attended:
     start: int = 0
     period: int = 0
     facts: Facts = field(default_factory=dict)
-    written: Float[Tensor, "sequences heads places tokens"] | None = None
 
     def first_key(self) -> Int[Tensor, " sequences"]:
         """Return the place of the first key."""

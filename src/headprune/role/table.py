@@ -310,26 +310,6 @@ def rare_token(attn: Attended) -> Counted:
     return torch.stack(hits, -1).float(), counts.sum(-1, keepdim=True).expand(-1, 2).float()
 
 
-@role("copying", "c", 0.5, on="repeated", control=None, attribute=True)
-def copying(attn: Attended) -> Counted | None:
-    """Share of tokens that the head, looking at them, makes likeliest of a run.
-
-        share of tokens t of a run with argmax_u (W_U W_O W_V x_t)[u] = t, over its tokens u
-
-    x_t is the head's input at t; the mean over t of the head's output is taken off. Chance is one
-    in the tokens of the run. It tells a head's output, not its attention, so it is an attribute.
-    Only models that predict the next token, and whose W_O writes what W_U reads, have it.
-
-    Source: Elhage et al. 2021, A Mathematical Framework for Transformer Circuits, and Olsson et
-    al. 2022, arXiv 2209.11895, on copying; the threshold is ours.
-    """
-    if attn.written is None:
-        return None
-    tokens = torch.arange(attn.period, device=attn.written.device)
-    hits = (attn.written.argmax(-1) == tokens).sum(-1)
-    return counted(hits.float(), torch.full_like(hits[:, 0], attn.period))
-
-
 @role("broad", "b", 0.78, control=None, attribute=True, crosses=True)
 def broad(attn: Attended) -> Counted:
     """Entropy of the attention, as a share of the largest possible.

@@ -17,7 +17,7 @@ from headprune.model.passes import eager_attention, run_model
 from headprune.role.attended import Attended, Counted
 from headprune.role.inputs import Reading
 from headprune.role.table import Role
-from headprune.role.writing import Contributions, Written
+from headprune.role.writing import Contributions
 from headprune.runtime.modeling_headprune import Attention, stock_class
 
 Tallies = dict[tuple[int, str], Counted]
@@ -36,10 +36,7 @@ def watch(
 ) -> Watched:
     """Measure roles on an input, and contributions in the same pass."""
     watched = Watched(attentions, reading, roles, classes)
-    watched.written = Written(model, attentions, reading) if "copying" in roles else None
     with attention_weights(model, attentions, watched.see), ExitStack() as stack:
-        if watched.written is not None:
-            watched.written.attach(stack)
         if contributions is not None:
             contributions.attach(stack)
         for number, batch in enumerate(reading.batches):
@@ -103,7 +100,6 @@ class Watched:
     """The sums of one pass and of its controls."""
 
     batch: Batch
-    written: Written | None = None
 
     def __init__(
         self,
@@ -172,7 +168,6 @@ class Watched:
             self._reading.start,
             self._reading.period,
             {name: fact.to(device) for name, fact in self._facts.items()},
-            None if self.written is None else self.written.logits(attention, ids),
         )
 
     def _mask(self, kind: str, sequences: int, length: int) -> Tensor:
