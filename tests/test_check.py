@@ -68,7 +68,7 @@ def interval(low: float, high: float, n: int = 40) -> Interval:
         ("perplexity >= 98 %", Comparison.RECOVERY, ">=", 0.98),
         ("perplexity recovery >= 98 %", Comparison.RECOVERY, ">=", 0.98),
         ("perplexity <= 105 %", Comparison.SHARE, "<=", 1.05),
-        ("kv_cache_bytes_per_token <= 50 %", Comparison.SHARE, "<=", 0.5),
+        ("kv_cache_bytes <= 50 %", Comparison.SHARE, "<=", 0.5),
         ("decode_tokens_per_s >= 120 %", Comparison.SHARE, ">=", 1.2),
         ("query_heads == 1_000", Comparison.ABSOLUTE, "==", 1000.0),
         ("load_route == native", Comparison.ABSOLUTE, "==", "native"),
@@ -375,7 +375,7 @@ def test_an_unchanged_model_passes_and_a_damaged_one_does_not(folders: Path) -> 
         "perplexity recovery >= 98 %",
         "query_heads == 24",
         "kv_heads <= +0 %",
-        "kv_cache_bytes_per_token <= 100 %",
+        "kv_cache_bytes <= 100 %",
         "load_route == native",
     )
     original = {"limits": limits, "against": str(folders / "base")}

@@ -130,7 +130,7 @@ def test_words_that_only_the_passage_tells_choose_as_well(
 def test_a_tenth_of_the_passage_words_is_a_hundredth_of_perplexity(
     words: tuple[float | None, float | None], first: int
 ) -> None:
-    sizes = {"parameters": 1, "kv_cache_bytes_per_token": 1, "query_heads": 1, "kv_heads": 1}
+    sizes = {"parameters": 1, "kv_cache_bytes": 1, "query_heads": 1, "kv_heads": 1}
     pair = [
         Contender(name=str(at), chosen_by=1.05 + 0.03 * at, seconds=0, passage_words=kept, **sizes)
         for at, kept in enumerate(words)
@@ -457,7 +457,7 @@ def test_a_metric_that_cannot_choose_is_refused(data: list[Path], tmp_path: Path
         lambda goal, _: goal.keys() == {"max_kv_bytes"},
         [
             ({"max_params": 72_000}, lambda c: c.parameters <= 72_000),
-            ({"max_kv_bytes": 700}, lambda c: c.kv_cache_bytes_per_token <= 700),
+            ({"max_kv_bytes": 700}, lambda c: c.kv_cache_bytes <= 700),
             ({"min_speedup": 1.01}, lambda c: c.query_heads < 24),
         ],
     ),
@@ -476,7 +476,7 @@ def test_no_model_over_the_bytes_that_were_asked_for_is_taken(
     """A merge counts heads; a layer that it leaves without any keeps a little of a cache."""
     asked: dict[str, Any] = {"max_kv_bytes": 160}
     choice = compressed(llama_folder, data, tmp_path / "out", **asked).choice
-    sizes = [one.kv_cache_bytes_per_token for one in choice.contenders]
+    sizes = [one.kv_cache_bytes for one in choice.contenders]
     assert sizes and max(sizes) <= 160
     assert "bytes of KV cache per token, and 160 were asked for" in str(choice.failed)
     over = [one for one in CANDIDATES if isinstance(one.way, ShareKvHeads)]

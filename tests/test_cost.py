@@ -32,7 +32,7 @@ def test_the_cache_is_as_large_as_a_live_one(case: str, empty: int | None) -> No
         cache = model(**inputs, use_cache=True).past_key_values
     layers = getattr(cache, "self_attention_cache", cache).layers
     live = [layer.keys[:1].nbytes + layer.values[:1].nbytes for layer in layers]
-    assert sum(live) == model_cost(model).kv_cache_bytes_per_token * length
+    assert sum(live) == model_cost(model).kv_cache_bytes * length
     if empty is not None:  # a layer without heads keeps its length
         assert live[empty] == 2 * length * model.dtype.itemsize
 
@@ -55,10 +55,10 @@ def test_every_parameter_counts_once(case: str) -> None:
 def test_cost_counts_what_is_there() -> None:
     cost = model_cost(tiny.model("llama-gqa", torch.bfloat16))
     assert cost.query_heads == 6 * tiny.LAYERS
-    assert cost.kv_cache_bytes_per_token == 2 * 3 * 10 * tiny.LAYERS * 2  # K and V, bfloat16
+    assert cost.kv_cache_bytes == 2 * 3 * 10 * tiny.LAYERS * 2  # K and V, bfloat16
     per_layer = 48 * 60 + 60 + 2 * (48 * 30 + 30) + 60 * 48 + 48
     assert cost.attention_parameters == per_layer * tiny.LAYERS
-    assert model_cost(tiny.model("bert-mlm")).kv_cache_bytes_per_token == 0
+    assert model_cost(tiny.model("bert-mlm")).kv_cache_bytes == 0
 
 
 def test_inspect_says_what_the_cache_measures(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_inspect_says_what_the_cache_measures(tmp_path: Path) -> None:
     with torch.no_grad():
         cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
     live = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 3
-    assert report.kv_cache_bytes_per_token["float32"] == live
+    assert report.kv_cache_bytes["float32"] == live
     assert "head_dim 10 is under the usual 64 and 128" in report.notes[0]
     assert "quantise it in the engine first" in report.notes[1]
     encoder = inspect(tiny.save(tiny.model("bert-mlm"), tmp_path / "encoder"))

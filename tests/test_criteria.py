@@ -297,7 +297,7 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
     shrunk = tiny.model("llama-gqa")
     cut_heads(shrunk, resolve(small.model_copy(update={"model": None}), shrunk, ragged=True))
     spent = cached.total([(a.query_heads, a.kv_heads) for a in attention_of(shrunk)])
-    assert model_cost(shrunk).kv_cache_bytes_per_token == spent <= limit
+    assert model_cost(shrunk).kv_cache_bytes == spent <= limit
     prices = parameter_prices(model, attention_of(model))
     lean = made(max_params=int(prices.rest) + 4000)
     cuts = resolve(lean.model_copy(update={"model": None}), model, ragged=True)

@@ -117,7 +117,10 @@ class ScoreConfig(CalibrationConfig):
 
 
 class BudgetConfig(Settings):
-    """Budget of a plan: at least one of ``keep`` and the three limits."""
+    """Budget of a plan: at least one of ``keep`` and the three limits.
+
+    ``out_dtype`` is the result's, which its KV cache has.
+    """
 
     targets: Targets = ()
     keep: Kept | None = None
@@ -128,6 +131,7 @@ class BudgetConfig(Settings):
     min_speedup: Speedup | None = None
     keep_roles: Names = ()
     roles: Place | None = None
+    out_dtype: Dtype = Dtype.AUTO
 
     @model_validator(mode="after")
     def _some_goal(self) -> BudgetConfig:
