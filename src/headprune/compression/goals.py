@@ -37,7 +37,7 @@ class SizeGoal:
     budget: BudgetConfig
     units: tuple[Unit, ...]
     kv_share: float | None
-    context: int
+    context: int = 1
 
     def missed(self, found: Contender) -> str | None:
         """Why a model does not meet a goal in bytes or parameters; None if it does."""

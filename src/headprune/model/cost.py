@@ -55,7 +55,7 @@ class KVCache:
     Attributes:
         per_token: Numbers per token by module path: mostly 2 * kv_heads * head_dim; of a layer
             without heads a K and a V of one number.
-        windows: The most tokens that a module keeps, where that is bounded.
+        windows: The most tokens that a module keeps, where there is a bound.
     """
 
     per_token: Mapping[str, int]
@@ -66,7 +66,7 @@ class KVCache:
         """Return that of a model; empty for one that generates nothing."""
         if task_of(model) not in GENERATES:
             return cls({}, {})
-        # a layer with a window keeps what the next token sees beside itself
+        # a layer with a window keeps the tokens that the next one sees beside itself
         lasting = {
             number: layer.sliding_window - 1
             for number, layer in enumerate(DynamicCache(config=model.config).layers)
@@ -87,7 +87,7 @@ class KVCache:
         return min(context, self.windows.get(path, context)) if path in self.per_token else 0
 
     def elements(self, context: int) -> int:
-        """Return the numbers that are cached of a context."""
+        """Return the cached numbers of a context."""
         return sum(each * self.kept(path, context) for path, each in self.per_token.items())
 
 
