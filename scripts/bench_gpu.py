@@ -264,9 +264,9 @@ def serving(table: Table, size: Size, net: PreTrainedModel) -> None:
 
 def bytes_read(net: PreTrainedModel, batch: int, context: int) -> int:
     """What one step of decoding reads: all weights but the embeddings, and the KV cache."""
-    cost, embeddings = model_cost(net), net.get_input_embeddings().weight.numel()
+    cost, embeddings = model_cost(net, context), net.get_input_embeddings().weight.numel()
     weights = (cost.parameters - embeddings) * net.dtype.itemsize
-    return int(weights + batch * context * cost.kv_cache_bytes_per_token)
+    return int(weights + batch * cost.kv_cache_bytes)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from headprune.evaluation.probes import last_words
 from headprune.formats.run import MODEL, run_by_engine
 from headprune.formats.source import built
 from headprune.model.answers import answered
-from headprune.model.cost import kv_cache_elements_per_token
+from headprune.model.cost import KVCache
 from headprune.model.loading import load_config
 from protocol import CONFIGS, LONG, Bench, ProtocolError, Result, Results, read_config
 
@@ -63,7 +63,7 @@ def main(
         headprune.export(
             folder, place, to="gguf", out_dtype="float32", prove="read-back", overwrite=True
         )
-        elements = kv_cache_elements_per_token(from_pretrained(folder))
+        elements = KVCache.of(from_pretrained(folder)).elements(1)
         for kind in todo:
             began = time.monotonic()
             graph = llama_cpp_graph.load(place / "model.gguf", kind)

@@ -547,7 +547,7 @@ def test_memory_and_batches_are_reported(
     assert code == 0, err
     model = json.loads(out)["model"]
     room = 2**20 - 4 * model["cost"]["parameters"]
-    assert model["longest_context"] == room // model["cost"]["kv_cache_bytes_per_token"] > 0
+    assert model["longest_context"] == room // model["cost"]["kv_cache_bytes"] > 0
     assert set(model["speed"]["decode_by_batch"]) == {"1", "2"}
     code, _, err = run(
         capsys, "evaluate", llama_folder, "--data", text_file, "--config", "memory=lots"

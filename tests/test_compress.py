@@ -13,7 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import headprune
 from headprune.compression import candidates, compress, heldout, texts
@@ -130,7 +135,7 @@ def test_words_that_only_the_passage_tells_choose_as_well(
 def test_a_tenth_of_the_passage_words_is_a_hundredth_of_perplexity(
     words: tuple[float | None, float | None], first: int
 ) -> None:
-    sizes = {"parameters": 1, "kv_cache_bytes_per_token": 1, "query_heads": 1, "kv_heads": 1}
+    sizes = {"parameters": 1, "kv_cache_bytes": 1, "query_heads": 1, "kv_heads": 1}
     pair = [
         Contender(name=str(at), chosen_by=1.05 + 0.03 * at, seconds=0, passage_words=kept, **sizes)
         for at, kept in enumerate(words)
@@ -457,7 +462,7 @@ def test_a_metric_that_cannot_choose_is_refused(data: list[Path], tmp_path: Path
         lambda goal, _: goal.keys() == {"max_kv_bytes"},
         [
             ({"max_params": 72_000}, lambda c: c.parameters <= 72_000),
-            ({"max_kv_bytes": 700}, lambda c: c.kv_cache_bytes_per_token <= 700),
+            ({"max_kv_bytes": 700}, lambda c: c.kv_cache_bytes <= 700),
         ],
     ),
 )
@@ -475,7 +480,7 @@ def test_no_model_over_the_bytes_that_were_asked_for_is_taken(
     """A merge counts heads; a layer that it leaves without any keeps a little of a cache."""
     asked: dict[str, Any] = {"max_kv_bytes": 160}
     choice = compressed(llama_folder, data, tmp_path / "out", **asked).choice
-    sizes = [one.kv_cache_bytes_per_token for one in choice.contenders]
+    sizes = [one.kv_cache_bytes for one in choice.contenders]
     assert sizes and max(sizes) <= 160
     assert "bytes of KV cache per token, and 160 were asked for" in str(choice.failed)
     over = [one for one in CANDIDATES if isinstance(one.way, ShareKvHeads)]
@@ -545,6 +550,27 @@ def test_merges_are_offered_every_kv_head_that_fits(tmp_path: Path) -> None:
     config = CompressConfig(max_kv_bytes=560)
     goal = goal_of(config, net, attention_of(net), torch.float32)
     assert goal.kv_share == pytest.approx(7 / heads)
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_bytes_of_cache_are_those_of_the_result(
+    dtype: str, out_dtype: str, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget for 9 of 12 KV heads in the result's element type leaves 9, not 4 and not 12."""
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
+    folder = tiny.save(tiny.model("llama-gqa", getattr(torch, dtype)), tmp_path / "m")
+    head = 2 * 10 * getattr(torch, out_dtype).itemsize
+    asked: dict[str, Any] = {"max_kv_bytes": 9 * head, "out_dtype": out_dtype}
+    chosen = compressed(folder, data, tmp_path / "c", **asked).choice.chosen
+    headprune.score(folder, tmp_path / "s", criterion=["magnitude"])
+    headprune.prune(folder, tmp_path / "p", scores=tmp_path / "s", **asked)
+    found = []
+    for out in (tmp_path / "c", tmp_path / "p"):
+        net = AutoModelForCausalLM.from_pretrained(out, dtype="auto", trust_remote_code=True)
+        cache = net(torch.tensor([[5, 6]]), use_cache=True).past_key_values
+        found.append(sum(one.keys.nbytes + one.values.nbytes for one in cache.layers) // 2)
+        assert 8 * head < found[-1] <= 9 * head
+    assert found[0] == chosen.kv_cache_bytes
 
 
 def test_a_candidate_whose_outputs_are_not_finite_is_left_out(

@@ -349,7 +349,7 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
     floor = made(keep=0.25, min_per_layer=1)
     assert all(a.keep for a in floor.attentions.values())
     assert floor.kept_heads == heads // 4
-    cached = cache_prices(model, attention_of(model), torch.float32)
+    cached = cache_prices(model, attention_of(model), torch.float32, 1)
     stubs = 3 * STUB * model.dtype.itemsize  # of as many layers without heads: less than a KV head
     limit = int(cached.total([(6, 1)] * 4)) + stubs
     small = made(max_kv_bytes=limit)
@@ -360,7 +360,7 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
     shrunk = tiny.model("llama-gqa")
     cut_heads(shrunk, resolve(small.model_copy(update={"model": None}), shrunk, ragged=True))
     spent = cached.total([(a.query_heads, a.kv_heads) for a in attention_of(shrunk)])
-    assert model_cost(shrunk).kv_cache_bytes_per_token == spent <= limit
+    assert model_cost(shrunk).kv_cache_bytes == spent <= limit
     prices = parameter_prices(model, attention_of(model))
     lean = made(max_params=int(prices.rest) + 4000)
     cuts = resolve(lean.model_copy(update={"model": None}), model, ragged=True)

@@ -477,6 +477,72 @@ def test_timing_fits_into_the_positions() -> None:
     assert encoder.decode_tokens_per_s is None
 
 
+def test_only_a_moved_model_passes_untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass after a move allocates memory, which is no part of its speed."""
+    net, passes = tiny.model("llama-gqa"), [0.0]
+
+    def timed(*arguments: object) -> tuple[float, float]:
+        passes.append(passes[-1] + 1.0)
+        return passes[-1], passes[-1]
+
+    monkeypatch.setattr(speed, "_times", timed)
+    (one,) = measure([net], repeats=2)
+    assert one.prefills_s == (2.0, 3.0)  # the first round warms up
+    there = SimpleNamespace(chosen=lambda: torch.device("cuda"))
+    monkeypatch.setattr(speed, "devices", there)
+    passes[:] = [0.0]
+    (one,) = measure([net], repeats=2)
+    assert one.prefills_s == (4.0, 6.0)
+
+
+@pytest.mark.parametrize(("memory", "moves"), [(10**9, 2), (10, 6)])
+def test_models_stay_on_a_gpu_that_holds_them(
+    memory: int, moves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nets, moved = [tiny.model("llama-gqa"), tiny.model("llama-mha")], []
+    emptied: list[bool] = []
+    for net in nets:
+        place = [torch.device("cpu")]
+
+        def to(
+            device: torch.device, net: object = net, place: list[torch.device] = place
+        ) -> object:
+            moved.extend([device.type] * (device != place[0]))
+            place[0] = device
+            return net
+
+        monkeypatch.setattr(net, "to", to)
+        monkeypatch.setattr(net, "get_memory_footprint", lambda: 100)
+        monkeypatch.setattr(
+            net,
+            "parameters",
+            lambda place=place: iter([SimpleNamespace(device=place[0])]),
+        )
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(placement, "devices", SimpleNamespace(chosen=lambda: cuda, announce=list))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, memory))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    with together_on_device(nets):
+        for net in nets * 3:
+            with alone_on_device(net):
+                pass
+    assert moved.count("cuda") == moved.count("cpu") == len(emptied) == moves
+
+
+def test_peak_memory_is_said_where_it_is_of_one_model(text_file: Path, llama_folder: Path) -> None:
+    report = headprune.evaluate(llama_folder, text_file, against=llama_folder, seq_len=16)
+    sides = report.model, report.against
+    assert [side.speed.peak_memory_bytes for side in sides] == [None, None]
+    assert "peak memory" not in repr(evaluated(report))
+    timed = [
+        side.model_copy(update={"speed": replace(side.speed, peak_memory_bytes=n * 2**30)})
+        for n, side in enumerate(sides, start=1)
+    ]
+    shown = repr(evaluated(report.model_copy(update={"model": timed[0], "against": timed[1]})))
+    assert "('peak memory', '1.00 GiB', '2.00 GiB', '0.500 x')" in shown
+
+
 def test_data_formats_give_the_same_documents(tmp_path: Path) -> None:
     import gzip
 

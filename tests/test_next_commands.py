@@ -133,9 +133,9 @@ def test_plan_then_prune(home: Path, capsys: pytest.CaptureFixture[str]) -> None
     base = ["--data", "some text.txt", "scores", "--config", "dtype=float64", *SMALL]
     ran(capsys, "score", "a model", "--unit", "head", *base)
     plan = ["prune", "a model", "--scores", "scores", "--keep", "0.5", "--dry-run"]
-    plan += ["--save-plan", "the plan.json"]
+    plan += ["--save-plan", "the plan.json", "--config", "out_dtype=bfloat16"]
     after, made = following(capsys, *plan)
-    assert "ragged" in after
+    assert "ragged" in after and "out_dtype=bfloat16" in after
     assert made["refit"]["data"] == "some text.txt"
 
 

@@ -36,6 +36,6 @@ def test_from_scores_to_a_proven_and_measured_result(
     assert sum(layer["query_heads"] for layer in told["attentions"]) == 6 * tiny.LAYERS // 2
     measured = "--no-speed --config seq_len=16 --max-windows 4 --json"
     report = json.loads(headprune(f"evaluate result --data text.txt --against model {measured}"))
-    costs = [report[name]["cost"]["kv_cache_bytes_per_token"] for name in ("model", "against")]
+    costs = [report[name]["cost"]["kv_cache_bytes"] for name in ("model", "against")]
     assert 0 < costs[0] < costs[1]
     assert report["model"]["metrics"][0]["value"] > 1

@@ -171,7 +171,7 @@ def test_the_numbers_are_those_of_the_files(place: Path, page: Path) -> None:
     assert f"{interval['low']:.3f} to {interval['high']:.3f}" in text
     assert f"{manifest['proof']['gated_vs_reloaded']:.1e}" in text
     assert f"Heads: {manifest['query_heads'][1]} of {manifest['query_heads'][0]} stay" in text
-    cache = measured["model"]["cost"]["kv_cache_bytes_per_token"]
+    cache = measured["model"]["cost"]["kv_cache_bytes"]
     assert f"{cache:,}" in text
     found = (
         measured["model"]["needle"][-1]["accuracy"],

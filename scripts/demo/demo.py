@@ -185,7 +185,7 @@ def closing_table(report: dict[str, Any]) -> Table:
         table.add_row(name, f"{old:,.{digits}f}", f"{new:,.{digits}f}", f"{new / old:.2f} x")
 
     costs = {"KV heads": "kv_heads", "parameters": "parameters"}
-    for name, cost in (costs | {"KV cache, bytes per token": "kv_cache_bytes_per_token"}).items():
+    for name, cost in (costs | {"KV cache, bytes per token": "kv_cache_bytes"}).items():
         row(name, before["cost"][cost], after["cost"][cost], 0)
     old, new = ({m["name"]: m["value"] for m in one["metrics"]} for one in (before, after))
     for metric in filter(old.__contains__, SHOWN):

@@ -70,7 +70,9 @@ Metrics = Annotated[
 
 # ---- what to cut
 MaxParams = Annotated[values.Count, option("Parameters of the whole model, at most.")]
-MaxKvBytes = Annotated[values.Amount, option("Bytes of KV cache per token, at most.")]
+MaxKvBytes = Annotated[
+    values.Amount, option("Bytes of KV cache per token, at most; with windows at 8,192.")
+]
 Unit = Annotated[
     Literal["head", "kv-group", "query-slot"],
     option("Unit of removal. Default: head for MHA, kv-group for GQA."),

@@ -58,7 +58,9 @@ def _show(console: Console, result: Pruned | Preview | Planned, values: Mapping[
         saved, following = values["save_plan"], ""
         if saved is not None:
             model = str(values["model"])
-            following = next_commands.after_plan(result, saved, model, values["context"].allowed)
+            following = next_commands.after_plan(
+                result, saved, model, values["context"].allowed, values["out_dtype"]
+            )
         results.planned(console, result, saved, following)
     elif isinstance(result, Preview):
         results.preview(console, result)
@@ -166,6 +168,7 @@ def prune(
             per_layer=per_layer,
             min_per_layer=min_per_layer,
             targets=targets,
+            out_dtype=out_dtype,
         )
         planned = planned_by(model, scores, budget, save_plan, overwrite, context)
         request = CutRequest(plan=planned.plan, layout=shape, targets=engines)

@@ -171,7 +171,7 @@ class _Compression:
         self.texts = texts.read(data or texts.shipped(), self.model.tokenizer)
         if task in OF_SENTENCES:
             self.texts = self.texts.by_sentence()
-        stored = self.model.result_dtypes().default
+        stored = self.model.result_dtypes(config.out_dtype).default
         self.goal = goal_of(self.config, net, self.model.attentions, stored)
         self.candidates = candidates_for(self.goal)
         self.tried = sum(not candidate.fallback for candidate in self.candidates)

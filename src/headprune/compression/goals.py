@@ -11,9 +11,12 @@ from transformers import PreTrainedModel
 
 from headprune.config import BudgetConfig, CompressConfig
 from headprune.errors import PlanError
+from headprune.model.cost import stated_context
 from headprune.planning.budgets import Prices, cache_prices, parameter_prices
+from headprune.render.blocks import at_context
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.records import Contender
+from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
 
@@ -27,18 +30,20 @@ class SizeGoal:
         units: What may be removed as one piece.
         kv_share: The share of KV heads that may stay when they are merged; None where merging
             does not meet the goal.
+        context: Tokens at which KV caches are compared.
     """
 
     said: str
     budget: BudgetConfig
     units: tuple[Unit, ...]
     kv_share: float | None
+    context: int = 1
 
     def missed(self, found: Contender) -> str | None:
         """Why a model does not meet a goal in bytes or parameters; None if it does."""
-        cached, parameters = found.kv_cache_bytes_per_token, found.parameters
+        cached, parameters = found.kv_cache_bytes, found.parameters
         for most, size, what in (
-            (self.budget.max_kv_bytes, cached, "bytes of KV cache per token"),
+            (self.budget.max_kv_bytes, cached, f"bytes of KV cache {at_context(self.context)}"),
             (self.budget.max_params, parameters, "parameters"),
         ):
             if most is not None and size > most:
@@ -69,35 +74,40 @@ def goal_of(
     if config.keep == 1:
         raise PlanError("The goal is 1, which the model meets as it is: there is nothing to do.")
     grouped = kv_heads < heads
-    whole = Unit.KV_GROUP if grouped else Unit.HEAD
+    whole, context = Unit.KV_GROUP if grouped else Unit.HEAD, stated_context(net)
     if config.max_kv_bytes is not None:
-        prices = cache_prices(net, attentions, stored)
+        prices = cache_prices(net, attentions, stored, context)
         present = prices.total([(a.query_heads, a.kv_heads) for a in attentions])
-        _refuse_out_of_reach("--max-kv-bytes", config.max_kv_bytes, prices.rest, present)
+        unit = f" bytes {at_context(context)} in {dtype_name(stored)}"
+        _refuse_out_of_reach("--max-kv-bytes", config.max_kv_bytes, prices.rest, present, unit)
         budget = config.part(BudgetConfig)
-        said = f"KV cache of at most {config.max_kv_bytes:,} bytes per token, of {present:,.0f}"
+        said = f"KV cache of at most {config.max_kv_bytes:,}{unit}, of {present:,.0f}"
         fit = _mergeable(prices, config.max_kv_bytes)
-        return SizeGoal(said, budget, (whole,), min(fit, kv_heads) / kv_heads if fit else None)
+        share = min(fit, kv_heads) / kv_heads if fit else None
+        return SizeGoal(said, budget, (whole,), share, context)
     if config.max_params is not None:
         least = parameter_prices(net, attentions).rest
         _refuse_out_of_reach("--max-params", config.max_params, least, net.num_parameters())
         budget = config.part(BudgetConfig)
         said = f"at most {config.max_params:,} parameters, of {net.num_parameters():,}"
-        return SizeGoal(said, budget, (whole,), None)
+        return SizeGoal(said, budget, (whole,), None, context)
     assert config.keep is not None  # one goal is set
     said = f"{config.keep:.4g} of the {'KV heads, as queries share them' if grouped else 'heads'}"
     budget = config.part(BudgetConfig)
-    return SizeGoal(said, budget, (whole,), config.keep if grouped else None)
+    return SizeGoal(said, budget, (whole,), config.keep if grouped else None, context)
 
 
-def _refuse_out_of_reach(name: str, asked: int, least: float, present: float) -> None:
+def _refuse_out_of_reach(
+    name: str, asked: int, least: float, present: float, unit: str = ""
+) -> None:
     if asked >= present:
         raise PlanError(
-            f"{name} {asked:,}: the model has {present:,.0f}, so there is nothing to do."
+            f"{name} {asked:,}: the model has {present:,.0f}{unit}, so there is nothing to do."
         )
     if asked < least:
         raise PlanError(
-            f"{name} {asked:,}: without any head, {least:,.0f} are left. Give at least as many."
+            f"{name} {asked:,}: without any head, {least:,.0f}{unit} are left. Give at least as "
+            "many."
         )
 
 

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from headprune.compression.goals import SizeGoal
 from headprune.compression.heldout import HeldOut, Measure
 from headprune.model.attention import attention_of
-from headprune.model.cost import GENERATES, kv_cache_elements_per_token
-from headprune.model.loading import task_of
+from headprune.model.cost import KVCache
 from headprune.model.open import Model
 from headprune.schemas.records import Contender, ModelChoice
 from headprune.surgery.edit import Edit, sketch, trying
@@ -54,11 +53,12 @@ class Selection:
             words = self.held_out.kept(net, self._words)
         nearness, _ = self.held_out.nearness(outputs, self._original)
         if isinstance(changed, Edit):
-            net, stored = sketch(self.model, changed), self.model.result_dtypes().default
+            net = sketch(self.model, changed)
+            stored = self.model.result_dtypes(self._goal.budget.out_dtype).default
         else:
             net, stored = changed.net, changed.result_dtypes().default
         facts = {"chosen_by": nearness, "passage_words": words, "seconds": seconds}
-        return _contender(name, net, stored, **facts)
+        return self._contender(name, net, stored, **facts)
 
     def add(self, contender: Contender) -> bool:
         """Add a candidate; return whether it meets the goal and is the best so far."""
@@ -85,7 +85,7 @@ class Selection:
         net, stored = self.model.net, self.model.result_dtypes().default
         chosen_by, _ = self.held_out.nearness(self._original, self._original)
         first_facts = {"chosen_by": chosen_by, "passage_words": 1.0 if self._words else None}
-        original = _contender(ORIGINAL, net, stored, **first_facts, seconds=0.0)
+        original = self._contender(ORIGINAL, net, stored, **first_facts, seconds=0.0)
         first, *others = self.contenders
         return ModelChoice(
             goal=self._goal.said,
@@ -93,9 +93,23 @@ class Selection:
             higher_is_better=self.held_out.measure.higher_is_better,
             held_out_tokens=self.held_out.tokens,
             passage_words=(len(self._words), len(words)),
+            kv_cache_tokens=self._goal.context,
             original=original.model_copy(update=facts[0]),
             contenders=(first.model_copy(update=facts[1]), *others),
             failed=self.failed,
+        )
+
+    def _contender(
+        self, name: str, net: PreTrainedModel, stored: torch.dtype, **facts: Any
+    ) -> Contender:
+        attentions = attention_of(net)
+        return Contender(
+            name=name,
+            parameters=net.num_parameters(),
+            kv_cache_bytes=KVCache.of(net).elements(self._goal.context) * stored.itemsize,
+            query_heads=sum(a.query_heads for a in attentions),
+            kv_heads=sum(a.kv_heads for a in attentions),
+            **facts,
         )
 
     @contextmanager
@@ -114,17 +128,3 @@ def distance(one: Contender, measure: Measure) -> float:
         return -one.chosen_by
     lost = 0.0 if one.passage_words is None else 1 - one.passage_words
     return one.chosen_by * (1 + _WORD_LOST * lost)
-
-
-def _contender(name: str, net: PreTrainedModel, stored: torch.dtype, **facts: Any) -> Contender:
-    attentions, cached = attention_of(net), 0
-    if task_of(net) in GENERATES:
-        cached = kv_cache_elements_per_token(net) * stored.itemsize
-    return Contender(
-        name=name,
-        parameters=net.num_parameters(),
-        kv_cache_bytes_per_token=cached,
-        query_heads=sum(a.query_heads for a in attentions),
-        kv_heads=sum(a.kv_heads for a in attentions),
-        **facts,
-    )

@@ -115,7 +115,10 @@ class ScoreConfig(CalibrationConfig):
 
 
 class BudgetConfig(Settings):
-    """Budget of a plan: at least one of ``keep`` and the two limits."""
+    """Budget of a plan: at least one of ``keep`` and the two limits.
+
+    ``out_dtype`` is the result's, which its KV cache has.
+    """
 
     targets: Targets = ()
     keep: Kept | None = None
@@ -125,6 +128,7 @@ class BudgetConfig(Settings):
     max_kv_bytes: Amount | None = None
     keep_roles: Names = ()
     roles: Place | None = None
+    out_dtype: Dtype = Dtype.AUTO
 
     @model_validator(mode="after")
     def _some_goal(self) -> BudgetConfig:

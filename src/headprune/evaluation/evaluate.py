@@ -59,7 +59,7 @@ from headprune.evaluation.written import scores, transcribe, write
 from headprune.evidence.recall import needed
 from headprune.model.answers import Prompt, answered
 from headprune.model.batch import modality_of
-from headprune.model.cost import longest_context, model_cost
+from headprune.model.cost import longest_context, model_cost, stated_context
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 from headprune.model.placement import alone_on_device
 from headprune.model.residency import residency_of
@@ -383,7 +383,7 @@ def _report(
         task=task_of(net),
         dtype=dtype_name(net.dtype),
         metrics=metrics,
-        cost=model_cost(net),
+        cost=model_cost(net, stated_context(*loaded.nets)),
         speed=speed,
         longest_context=None if memory is None else longest_context(net, memory),
         needle=retrieved(loaded.domains[0].needles, hits) or None,

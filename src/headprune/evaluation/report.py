@@ -142,8 +142,8 @@ class ModelReport(_Piece):
         metrics: Quality.
         cost: Size.
         speed: Throughput, if it was timed.
-        longest_context: With a given memory: tokens of KV cache, over all sequences, that fit
-            beside the weights; activations are not counted.
+        longest_context: With a given memory: tokens of KV cache that fit beside the weights, over
+            all sequences, or with windows of one; activations are not counted.
         needle: Retrieval by context length and depth, with ``--needle``.
     """
 

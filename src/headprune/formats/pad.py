@@ -22,6 +22,7 @@ from headprune.formats.vllm import read_back
 from headprune.model.attention import family_of
 from headprune.model.cost import model_cost
 from headprune.planning.targets import zero_heads_refusal
+from headprune.render.blocks import at_context
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.cut import config_holds
 from headprune.tensors.zero_heads import Slots, divisible
@@ -102,9 +103,8 @@ def _said(source: ExportSource, regular: ExportSource, every: Sequence[Padded]) 
         )
     old, new = model_cost(source.net), model_cost(regular.net)
     lines.append(
-        f"KV cache: {old.kv_cache_bytes_per_token:,} bytes per token become "
-        f"{new.kv_cache_bytes_per_token:,}. Parameters: {old.parameters:,} become "
-        f"{new.parameters:,}."
+        f"KV cache: {old.kv_cache_bytes:,} bytes {at_context(old.kv_cache_tokens)} become "
+        f"{new.kv_cache_bytes:,}. Parameters: {old.parameters:,} become {new.parameters:,}."
     )
     return lines
 

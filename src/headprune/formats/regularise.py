@@ -19,6 +19,7 @@ from headprune.errors import PlanError
 from headprune.formats.source import ExportSource, built
 from headprune.formats.weights import Weights
 from headprune.model.attention import family_of
+from headprune.model.cost import kv_width
 from headprune.planning.padding import zero_heads_said
 from headprune.planning.targets import zero_heads_refusal
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
@@ -64,7 +65,7 @@ def regularise(
         config.headprune["layout"][attention.path] = entry(attention, *_regular(attention))
     regular = moved(source, config, list(added.values()), _regular)
     ragged = [layer for layer, attention in added.items() if attention.query_heads]
-    empty = {layer: 2 * a.head_dim for layer, a in added.items() if not a.query_heads}
+    empty = {layer: kv_width(a) for layer, a in added.items() if not a.query_heads}
     return regular, tuple(zero_heads_said(ragged, empty))
 
 

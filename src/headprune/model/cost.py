@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from headprune.config import Amount
 from headprune.model.attention import attention_of, family_of
-from headprune.model.batch import task_of
+from headprune.model.batch import most_tokens, task_of
 from headprune.runtime.modeling_headprune import Attention, width
 
 GENERATES = ("causal-lm", "seq2seq-lm")
 CACHED = ("self", "decoder", "text")  # kinds of attention that cache every token they generate
 STUB = 2  # numbers per token in the cache of a layer without heads
+CONTEXT = 8_192  # tokens at which the caches of models with windows are stated
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
@@ -28,31 +32,87 @@ class ModelCost:
         attention_parameters: Parameters of the attention projections.
         query_heads: Query heads of all modules.
         kv_heads: KV heads of all modules.
-        kv_cache_bytes_per_token: KV cache per token in the model's dtype; 0 for models that
+        kv_cache_bytes: KV cache of ``kv_cache_tokens`` in the model's dtype; 0 for models that
             generate nothing.
+        kv_cache_tokens: The context: 1, or with windows ``stated_context``.
     """
 
     parameters: Amount
     attention_parameters: Amount
     query_heads: Amount
     kv_heads: Amount
-    kv_cache_bytes_per_token: Amount
+    kv_cache_bytes: Amount
+    kv_cache_tokens: Amount
 
 
-def kv_cache_elements_per_token(model: PreTrainedModel) -> int:
-    """Return the cached numbers per generated token: mostly 2 * sum(kv_heads * head_dim).
+@dataclass(frozen=True)
+class KVCache:
+    """The numbers in the KV cache of one sequence, by attention module.
 
-    Encoders and cross attention cache none. A layer without heads caches a K and a V of one number.
+    Only what grows with generated tokens counts: not the source that cross attention caches, nor
+    the states of layers without attention.
+
+    Attributes:
+        per_token: Numbers per token by module path: mostly 2 * kv_heads * head_dim; of a layer
+            without heads a K and a V of one number.
+        windows: The most tokens that a module keeps, where there is a bound.
     """
-    family = family_of(model.config)
-    cached = [a for a in attention_of(model) if a.kind in CACHED]
-    stubs = STUB * sum(not a.query_heads for a in cached)
-    if family.cached_width is not None:
-        names = family.cached_width.split("+")
-        with_heads = (a.module for a in cached if a.query_heads)
-        return stubs + sum(_number(m, name) for m in with_heads for name in names)
-    repeats = family.caches_query_heads and getattr(model.config, family.caches_query_heads)
-    return stubs + 2 * sum((a.query_heads if repeats else a.kv_heads) * a.head_dim for a in cached)
+
+    per_token: Mapping[str, int]
+    windows: Mapping[str, int]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> KVCache:
+        """Return that of a model; empty for one that generates nothing."""
+        if task_of(model) not in GENERATES:
+            return cls({}, {})
+        # a layer with a window keeps the tokens that the next one sees beside itself
+        lasting = {
+            number: layer.sliding_window - 1
+            for number, layer in enumerate(DynamicCache(config=model.config).layers)
+            if getattr(layer, "sliding_window", 0) > 1
+        }
+        family, per_token, windows = family_of(model.config), {}, {}
+        repeats = family.caches_query_heads and getattr(model.config, family.caches_query_heads)
+        for attention in (a for a in attention_of(model) if a.kind in CACHED):
+            module = attention.module
+            layer = getattr(module, "layer_id", getattr(module, "layer_idx", None))
+            per_token[attention.path] = _per_token(attention, family.cached_width, bool(repeats))
+            if layer in lasting:
+                windows[attention.path] = lasting[layer]
+        return cls(per_token, windows)
+
+    def kept(self, path: str, context: int) -> int:
+        """Return how many tokens of a context a module keeps; 0 for one that caches none."""
+        return min(context, self.windows.get(path, context)) if path in self.per_token else 0
+
+    def elements(self, context: int) -> int:
+        """Return the cached numbers of a context."""
+        return sum(each * self.kept(path, context) for path, each in self.per_token.items())
+
+
+def stated_context(*models: PreTrainedModel) -> int:
+    """Return the tokens at which caches are stated: 1, or ``CONTEXT`` where one has windows.
+
+    Fewer where a model has fewer positions.
+    """
+    if not any(KVCache.of(model).windows for model in models):
+        return 1
+    return min([CONTEXT, *filter(None, (most_tokens(model.config) for model in models))])
+
+
+def kv_width(attention: Attention) -> int:
+    """Return the numbers of K and V of one KV head and token; V may be narrower than K."""
+    widths = {role: p.head_dim for p in attention.projections for role in p.holds}
+    return sum(widths.get(role, attention.head_dim) for role in "kv")
+
+
+def _per_token(attention: Attention, cached_width: str | None, repeats: bool) -> int:
+    if not attention.query_heads:
+        return STUB
+    if cached_width is not None:
+        return sum(_number(attention.module, name) for name in cached_width.split("+"))
+    return (attention.query_heads if repeats else attention.kv_heads) * kv_width(attention)
 
 
 def _number(module: nn.Module, name: str) -> int:
@@ -82,24 +142,30 @@ def kv_heads_of(model: PreTrainedModel, attention: Attention) -> int:
     return whole[0] if whole else 0
 
 
-def model_cost(model: PreTrainedModel) -> ModelCost:
-    """Return the sizes of a model's weights."""
-    attentions = attention_of(model)
-    cached = kv_cache_elements_per_token(model) if task_of(model) in GENERATES else 0
+def model_cost(model: PreTrainedModel, context: int | None = None) -> ModelCost:
+    """Return the sizes of a model's weights, and of its cache of a context."""
+    attentions, context = attention_of(model), context or stated_context(model)
     return ModelCost(
         parameters=model.num_parameters(),
         attention_parameters=sum(map(attention_parameters, attentions)),
         query_heads=sum(a.query_heads for a in attentions),
         kv_heads=sum(kv_heads_of(model, a) for a in attentions),
-        kv_cache_bytes_per_token=cached * model.dtype.itemsize,
+        kv_cache_bytes=KVCache.of(model).elements(context) * model.dtype.itemsize,
+        kv_cache_tokens=context,
     )
 
 
 def longest_context(model: PreTrainedModel, memory: int) -> int | None:
     """Return the tokens of KV cache beside the weights in ``memory`` bytes; None without a cache.
 
-    All sequences of a batch count together; activations come on top.
+    All sequences of a batch count together; activations come on top. With windows it is the longest
+    single sequence, of at most the model's positions.
     """
-    per_token = model_cost(model).kv_cache_bytes_per_token
+    cache, most = KVCache.of(model), sys.maxsize
+    if not cache.per_token:
+        return None
+    if cache.windows:
+        most = most_tokens(model.config) or most
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    return max(0, memory - weights) // per_token if per_token else None
+    room = (memory - weights) // model.dtype.itemsize
+    return bisect_right(range(1, most + 1), room, key=cache.elements)

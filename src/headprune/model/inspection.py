@@ -59,12 +59,12 @@ class Saving(_InspectionPart):
     Attributes:
         heads_removed: The fraction.
         parameters: Parameters saved.
-        kv_cache_bytes_per_token: KV cache saved per token, in the model's dtype.
+        kv_cache_bytes: KV cache saved, in the model's dtype.
     """
 
     heads_removed: float
     parameters: int
-    kv_cache_bytes_per_token: int
+    kv_cache_bytes: int
 
 
 class LatentPrice(_InspectionPart):
@@ -98,8 +98,9 @@ class Inspection(_InspectionPart):
         attentions: Its attention modules.
         parameters: All parameters.
         attention_parameters: Parameters of the attention projections.
-        kv_cache_bytes_per_token: KV cache per token, by the element type of the cache; empty for
-            models that generate nothing.
+        kv_cache_bytes: KV cache of ``kv_cache_tokens``, by the element type of the cache; empty
+            for models that generate nothing.
+        kv_cache_tokens: The context: 1, or with windows up to 8,192.
         savings: Savings of cuts of several sizes.
         notes: Remarks to read before a cut.
         joint_ranks: Per module, the rank of [K without rotation; V] that holds 99 % of its weighted
@@ -117,7 +118,8 @@ class Inspection(_InspectionPart):
     attentions: tuple[AttentionReport, ...]
     parameters: int
     attention_parameters: int
-    kv_cache_bytes_per_token: dict[str, int]
+    kv_cache_bytes: dict[str, int]
+    kv_cache_tokens: int
     savings: tuple[Saving, ...]
     notes: tuple[str, ...]
     joint_ranks: dict[str, int] = {}
@@ -142,10 +144,10 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
         weights=False,
     )
     attentions, sizes = attention_of(net), cost.model_cost(net)
-    unit, elements = default_unit(attentions), cost.kv_cache_elements_per_token(net)
-    widths = cost.BYTES_PER_ELEMENT if task_of(net) in cost.GENERATES else {}
+    unit, elements = default_unit(attentions), sizes.kv_cache_bytes // net.dtype.itemsize
+    widths = cost.BYTES_PER_ELEMENT if elements else {}
     family = family_of(net.config)
-    cache_of_heads = 0 if family.cached_width else sizes.kv_cache_bytes_per_token
+    cache_of_heads = 0 if family.cached_width else sizes.kv_cache_bytes
     return Inspection(
         family=family.model_type,
         architecture=type(net).__name__,
@@ -166,19 +168,20 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
         ),
         parameters=sizes.parameters,
         attention_parameters=sizes.attention_parameters,
-        kv_cache_bytes_per_token={name: elements * width for name, width in widths.items()},
+        kv_cache_bytes={name: elements * width for name, width in widths.items()},
+        kv_cache_tokens=sizes.kv_cache_tokens,
         savings=tuple(
             Saving(
                 heads_removed=fraction,
                 parameters=round(fraction * sum(map(cost.parameters_of_heads, attentions))),
-                kv_cache_bytes_per_token=round(fraction * cache_of_heads),
+                kv_cache_bytes=round(fraction * cache_of_heads),
             )
             for fraction in (0.25, 0.5, 0.75)
         ),
         notes=(
             *_notes(config, {a.head_dim for a in attentions}, _without_heads(net, attentions)),
             *[f"{family.model_type}: {family.fewer_kv_heads}."] * bool(family.cached_width),
-            *[_QUANTISE_FIRST] * bool(elements and widths),
+            *[_QUANTISE_FIRST] * bool(elements),
         ),
     )
 

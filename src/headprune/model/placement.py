@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -63,8 +63,19 @@ def alone_on_device(model: nn.Module) -> Iterator[None]:
     finally:
         if not residency_of(model):
             model.to(former)
-        if device.type == "cuda":
+        if device.type == "cuda" and former.type != "cuda":
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def together_on_device(models: Sequence[PreTrainedModel]) -> Iterator[None]:
+    """Keep models on the device of the command in a ``with`` block, if half of its memory does."""
+    device, size = devices.chosen(), sum(model.get_memory_footprint() for model in models)
+    with ExitStack() as stack:
+        if device.type != "cuda" or size < torch.cuda.mem_get_info(device)[1] / 2:
+            for model in models:
+                stack.enter_context(alone_on_device(model))
+        yield
 
 
 def input_device(model: nn.Module) -> torch.device:

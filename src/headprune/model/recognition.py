@@ -411,7 +411,7 @@ def _latent(name: str, path: str, module: Any) -> Family:
         size_attributes={"num_heads": "query_heads"},
         per_head=beside.per_head,
         kv_heads_key="num_key_value_heads",
-        cached_width="kv_lora_rank+qk_rope_head_dim",
+        cached_width="kv_lora_rank+qk_rope_head_dim+indexer.head_dim",
         fewer_kv_heads="all heads share one latent K and V already, and the cache holds only that",
     )
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import resource
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from headprune import devices
 from headprune.model.batch import CLASSIFIERS, most_tokens, task_of
 from headprune.model.cost import GENERATES
-from headprune.model.placement import alone_on_device, input_device
+from headprune.model.placement import alone_on_device, input_device, together_on_device
 from headprune.model.probes import with_one_end
 
 
@@ -35,8 +34,7 @@ class Speed:
         decode_by_batch: The same per batch size, all sequences of a batch together.
         prompt_tokens: Length of the prompt.
         decoded_tokens: Length of the continuation.
-        peak_memory_bytes: CUDA: most memory allocated on the device, by this model alone.
-            Else: most resident memory of the whole process so far, other models included.
+        peak_memory_bytes: Most memory that the model takes on a GPU of CUDA; None elsewhere.
         device: Where it was measured.
         prefills_s: Seconds of every prefill; models timed in turn have them in the same order.
         decodes_s: The same of every decoding, by batch size.
@@ -47,7 +45,7 @@ class Speed:
     decode_by_batch: dict[int, float]
     prompt_tokens: int
     decoded_tokens: int
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
     device: str
     prefills_s: tuple[float, ...]
     decodes_s: dict[int, tuple[float, ...]]
@@ -69,11 +67,13 @@ def measure(
     sizes = sorted({1, *(batches if generates else ())})
     prefills: list[list[float]] = [[] for _ in models]
     decodes: list[dict[int, list[float]]] = [{size: [] for size in sizes} for _ in models]
-    peaks, places = [0] * len(models), [""] * len(models)
-    for repeat in range(repeats + 1):
-        for size, (index, model) in itertools.product(sizes, enumerate(models)):
+    peaks: list[list[int]] = [[] for _ in models]
+    places = [""] * len(models)
+    turns = itertools.product(range(repeats + 1), sizes, enumerate(models))
+    with together_on_device(models):
+        for repeat, size, (index, model) in turns:
             prefill, decode, peak, places[index] = _once(model, ids.expand(size, -1), decoded)
-            peaks[index] = max(peaks[index], peak)
+            peaks[index] += [] if peak is None else [peak]
             if repeat:  # the first round warms up
                 decodes[index][size].append(decode)
                 if size == 1:
@@ -88,7 +88,7 @@ def measure(
                 decode_by_batch=rates,
                 prompt_tokens=ids.shape[1],
                 decoded_tokens=decoded,
-                peak_memory_bytes=peaks[index],
+                peak_memory_bytes=max(peaks[index], default=None),
                 device=places[index],
                 prefills_s=tuple(prefills[index]),
                 decodes_s={n: tuple(times) for n, times in by_size.items() if generates},
@@ -114,9 +114,10 @@ def ratios(
     """
     ids, decoded = _prompt([model, reference], prompt_tokens, decoded)
     times = np.empty((repeats + 1, 2, 2))  # repeat; model, reference; prefill, decoding
-    for repeat in range(repeats + 1):
-        for which in (0, 1) if repeat % 2 else (1, 0):
-            times[repeat, which] = _once((model, reference)[which], ids, decoded)[:2]
+    with together_on_device((model, reference)):
+        for repeat in range(repeats + 1):
+            for which in (0, 1) if repeat % 2 else (1, 0):
+                times[repeat, which] = _once((model, reference)[which], ids, decoded)[:2]
     faster = times[1:, 1] / np.maximum(times[1:, 0], 1e-12)  # the first round warms up
     generates = task_of(model) in GENERATES
     names = ("prefill_tokens_per_s", *(("decode_tokens_per_s",) if generates else ()))
@@ -139,11 +140,24 @@ def _prompt(
     return ids, decoded
 
 
-def _once(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, float, int, str]:
-    """Return seconds for the prompt and the tokens after it, peak memory, and the device."""
+def _once(
+    model: PreTrainedModel, ids: Tensor, decoded: int
+) -> tuple[float, float, int | None, str]:
+    """Return seconds for the prompt and the tokens after it, peak memory, and the device.
+
+    A model that has just been moved there passes once untimed, which allocates its memory.
+    """
+    moved = input_device(model).type != devices.chosen().type
     with alone_on_device(model):
         device = input_device(model)
-        return *_times(model, ids.to(device), decoded), _peak_memory(device), str(device)
+        ids, measures = ids.to(device), device.type == "cuda"
+        if moved:
+            _times(model, ids, decoded)
+        held = torch.cuda.memory_allocated(device) if measures else 0
+        times = _times(model, ids, decoded)
+        beside = held - model.get_memory_footprint()
+        peak = torch.cuda.max_memory_allocated(device) - beside if measures else None
+        return *times, peak, str(device)
 
 
 @torch.no_grad()
@@ -186,10 +200,3 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     work()
     wait()
     return time.perf_counter() - start
-
-
-def _peak_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

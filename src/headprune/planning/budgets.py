@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from headprune.errors import PlanError
 from headprune.model.attention import family_of
-from headprune.model.cost import CACHED, GENERATES, STUB, kv_cache_elements_per_token
+from headprune.model.cost import GENERATES, STUB, KVCache, kv_width
 from headprune.model.loading import task_of
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.index_maps import role_slices
@@ -62,14 +62,15 @@ def parameter_prices(model: PreTrainedModel, attentions: Sequence[Attention]) ->
 
 
 def cache_prices(
-    model: PreTrainedModel, attentions: Sequence[Attention], dtype: torch.dtype
+    model: PreTrainedModel, attentions: Sequence[Attention], dtype: torch.dtype, context: int
 ) -> Prices:
-    """Return the prices in bytes of KV cache per token.
+    """Return the prices in bytes of the KV cache of a context.
 
     Args:
         model: The model.
         attentions: The modules that may lose heads.
         dtype: Element type of the cache.
+        context: Tokens in it.
 
     Raises:
         PlanError: If the model has no cache, or one that is no sum over its KV heads.
@@ -82,16 +83,14 @@ def cache_prices(
             f"--max-kv-bytes: the cache of {family.model_type} is not a sum over its KV heads. "
             "Give --keep or --max-params."
         )
-    size = dtype.itemsize
-    prices = [
-        Price(0.0, 2.0 * size * a.head_dim, -float(STUB * size))  # a stub goes with the first head
-        if a.kind in CACHED
-        else Price(0.0, 0.0)
-        for a in attentions
-    ]
+    size, cache = dtype.itemsize, KVCache.of(model)
+    prices = []
+    for attention in attentions:
+        each = float(size * cache.kept(attention.path, context))
+        # a stub goes with the first head
+        prices.append(Price(0.0, kv_width(attention) * each, -STUB * each))
     mine = Prices(0.0, tuple(prices)).total([(a.query_heads, a.kv_heads) for a in attentions])
-    whole = kv_cache_elements_per_token(model) * size
-    return Prices(float(whole - mine), tuple(prices))
+    return Prices(float(cache.elements(context) * size - mine), tuple(prices))
 
 
 def _parameters(attention: Attention) -> Price:

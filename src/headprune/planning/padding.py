@@ -11,6 +11,7 @@ from itertools import islice
 from headprune.config import LayoutOption
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of
+from headprune.model.cost import kv_width
 from headprune.planning.constraints import Constraints
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import AttentionPlan, Plan
@@ -92,7 +93,7 @@ def _sentences(unpadded: Plan, padded: Plan, attentions: Sequence[Attention]) ->
     ]
     ragged = [layer for layer, a, _ in changed if unpadded.attentions[a.path].keep]
     empty = {
-        layer: 2 * a.head_dim * heads
+        layer: kv_width(a) * heads
         for layer, a, heads in changed
         if not unpadded.attentions[a.path].keep
     }
@@ -114,7 +115,7 @@ def zero_heads_said(ragged: Sequence[int], empty: Mapping[int, int]) -> Iterator
     if empty:
         yield (
             f"{_layers([*empty])} without heads: zero heads, for which the KV cache "
-            f"holds {sum(empty.values()):,} numbers per token."
+            f"holds {sum(empty.values()):,} numbers per token that it keeps."
         )
 
 

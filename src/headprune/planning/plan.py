@@ -15,6 +15,7 @@ from headprune.evidence.score import reckons_with_refit
 from headprune.io.outputs import claims_output
 from headprune.io.ownership import PLAN
 from headprune.model.attention import attention_of
+from headprune.model.cost import stated_context
 from headprune.model.open import Model, open_model
 from headprune.model.units import fitted_scores, head_budget, refuse_target, unit_sizes
 from headprune.planning.allocation import BudgetLimit
@@ -23,6 +24,7 @@ from headprune.planning.choice import HeadChoice, share_of
 from headprune.planning.constraints import constraints_of
 from headprune.planning.from_scores import plan_from_scores
 from headprune.planning.roles import asked_roles, held_units, refuse_broken_hold, roles_lost
+from headprune.render.blocks import at_context
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import Plan
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
@@ -106,7 +108,7 @@ def make_plan(model: Model, scores: Scores, config: PlanConfig, context: Context
     record = asked_roles(config, source)
     held = held_units(record, config.keep_roles, attentions, unit)
     constraints = constraints_of(net, LayoutOption.PER_LAYER, config.targets)
-    stored = model.result_dtypes().default
+    stored = model.result_dtypes(config.out_dtype).default
     limits = _limits(net, attentions, config, stored)
     heads = None if config.keep is None else head_budget(config.keep, sizes)
     choice = HeadChoice(attentions, unit, config, limits, constraints, held)
@@ -139,12 +141,10 @@ def _limits(
             BudgetLimit(prices, float(budget.max_params), f"--max-params {budget.max_params:,}")
         )
     if budget.max_kv_bytes is not None:
-        prices = cache_prices(net, attentions, stored)
-        limits.append(
-            BudgetLimit(
-                prices, float(budget.max_kv_bytes), f"--max-kv-bytes {budget.max_kv_bytes:,}"
-            )
-        )
+        context_tokens = stated_context(net)
+        prices = cache_prices(net, attentions, stored, context_tokens)
+        option = f"--max-kv-bytes {budget.max_kv_bytes:,} {at_context(context_tokens)}"
+        limits.append(BudgetLimit(prices, float(budget.max_kv_bytes), option))
     return limits
 
 

@@ -218,7 +218,7 @@ def _references(limits: list[Limit], config: CheckConfig) -> tuple[Baseline | No
 def _refuse_limits(limits: list[Limit], loaded: Loaded) -> None:
     """Refuse limits on what this run will not measure, before it runs."""
     kind, known = type(loaded.nets[0]).__name__, loaded.metrics()
-    generates = model_cost(loaded.nets[0]).kv_cache_bytes_per_token > 0
+    generates = model_cost(loaded.nets[0]).kv_cache_bytes > 0
     for one in limits:
         if one.is_quality and not is_score(one.metric) and one.metric not in known:
             raise HeadpruneError(

@@ -5,7 +5,7 @@
     accuracy >= -0.01              difference to the baseline: a sign, no percent
     perplexity recovery >= 98 %    of the original's quality
     perplexity <= 105 %            of the original's value
-    kv_cache_bytes_per_token <= 50 %
+    kv_cache_bytes <= 50 %
     decode_tokens_per_s >= 120 %   of the original's speed, timed in the same run
     query_heads == 201             exact counts
     load_route == native           or runtime
@@ -32,7 +32,7 @@ from headprune.schemas.plan import Shape
 
 STRUCTURE = (
     *("query_heads", "kv_heads", "parameters", "attention_parameters"),
-    "kv_cache_bytes_per_token",
+    "kv_cache_bytes",
 )
 SPEED = ("prefill_tokens_per_s", "decode_tokens_per_s")
 ROUTE = "load_route"

@@ -93,6 +93,11 @@ def byte_size(count: float) -> str:
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
+def at_context(tokens: int) -> str:
+    """Return the context of a size of KV cache: "per token", or "at 8,192 tokens"."""
+    return "per token" if tokens == 1 else f"at {tokens:,} tokens"
+
+
 def short_count(count: int) -> str:
     """Return a count in a few characters: ``1.24 B``."""
     for unit, size in (("B", 10**9), ("M", 10**6)):

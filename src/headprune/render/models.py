@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headprune.family import FAMILIES
-from headprune.render.blocks import Block, Paragraph, Table, byte_size, percent
+from headprune.render.blocks import Block, Paragraph, Table, at_context, byte_size, percent
 from headprune.render.markdown import table
 from headprune.render.terminal import folded, show
 
@@ -45,19 +45,20 @@ def inspection(console: Console, report: Inspection) -> None:
         ),
         Table(("attention module", *columns), folded(rows), names=1 + several, modules=True),
     ]
-    if report.kv_cache_bytes_per_token:
-        sizes = ", ".join(f"{n:,} in {d}" for d, n in report.kv_cache_bytes_per_token.items())
-        page.append(Paragraph(f"KV cache, bytes per token: {sizes}"))
+    if report.kv_cache_bytes:
+        sizes = ", ".join(f"{n:,} in {d}" for d, n in report.kv_cache_bytes.items())
+        page.append(Paragraph(f"KV cache, bytes {at_context(report.kv_cache_tokens)}: {sizes}"))
     savings = [
         (
             f"{saving.heads_removed:.0%}",
             f"{saving.parameters:,}",
             percent(saving.parameters, report.parameters),
-            f"{saving.kv_cache_bytes_per_token:,}",
+            f"{saving.kv_cache_bytes:,}",
         )
         for saving in report.savings
     ]
-    saved = ("parameters saved", "of the model", "KV bytes/token saved")
+    cached = f"KV bytes saved {at_context(report.kv_cache_tokens)}"
+    saved = ("parameters saved", "of the model", cached)
     page.append(Table(("heads removed", *saved), savings))
     page.append(Paragraph(f"Default unit: {report.unit.value} ({report.units} of them)."))
     if report.latents:
@@ -176,11 +177,13 @@ def _sizes(model: ModelReport) -> dict[str, float]:
         "parameters": cost.parameters,
         "attention parameters": cost.attention_parameters,
     }
-    if cost.kv_cache_bytes_per_token:  # an encoder has no cache
-        sizes["KV bytes per token"] = cost.kv_cache_bytes_per_token
+    if cost.kv_cache_bytes:  # an encoder has no cache
+        sizes[f"KV bytes {at_context(cost.kv_cache_tokens)}"] = cost.kv_cache_bytes
     if model.longest_context is not None:
         sizes["longest context, tokens"] = model.longest_context
-    return sizes | speeds(model) | ({"peak memory": speed.peak_memory_bytes} if speed else {})
+    if speed is not None and speed.peak_memory_bytes is not None:
+        return sizes | speeds(model) | {"peak memory": speed.peak_memory_bytes}
+    return sizes | speeds(model)
 
 
 def speeds(model: ModelReport) -> dict[str, float]:

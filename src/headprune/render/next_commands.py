@@ -61,14 +61,18 @@ def after_scores(scores: Scores, output: Path, model: str, allowed: Allowed) -> 
     )
 
 
-def after_plan(planned: Planned, output: Path, model: str, allowed: Allowed) -> str:
+def after_plan(
+    planned: Planned, output: Path, model: str, allowed: Allowed, out_dtype: str = "auto"
+) -> str:
     """Return the cut of a plan from scores."""
+    options = _as_scored(planned.scores)
+    options["config"] += _chosen(Dtype(out_dtype), "out_dtype")
     return command(
         "prune",
         model,
         _free(output.with_suffix("")),
         plan=output,
-        **_as_scored(planned.scores),
+        **options,
         trust_remote_code=allowed.trust_remote_code,
     )
 
@@ -92,8 +96,8 @@ def _as_scored(scored: ScoresMetadata) -> dict[str, Any]:
     return {**options, "config": settings}
 
 
-def _chosen(dtype: Dtype) -> tuple[str, ...]:
-    return () if dtype is Dtype.AUTO else (f"dtype={dtype.value}",)
+def _chosen(dtype: Dtype, name: str = "dtype") -> tuple[str, ...]:
+    return () if dtype is Dtype.AUTO else (f"{name}={dtype.value}",)
 
 
 def _free(evidence: Path) -> Path:

@@ -15,6 +15,7 @@ from headprune.render.blocks import (
     Paragraph,
     Signs,
     Table,
+    at_context,
     before_after,
     percent,
 )
@@ -195,10 +196,11 @@ def heads_drawn(plan: Plan) -> list[Block]:
 
 def contenders(choice: ModelChoice) -> Table:
     """Return a row per candidate: quality on both halves of the held-out text, and size."""
-    generates = choice.original.kv_cache_bytes_per_token > 0
+    generates = choice.original.kv_cache_bytes > 0
     recalls = any(choice.passage_words)
     columns = ["", choice.measure, "other half", *["words kept", "other half"] * recalls]
-    columns += ["parameters", *["KV bytes"] * generates, "query/KV"]
+    cached = f"KV bytes {at_context(choice.kv_cache_tokens)}"
+    columns += ["parameters", *[cached] * generates, "query/KV"]
     rows = []
     for one in (choice.original, *choice.contenders):
         mark = "> " if one is choice.chosen else "  "
@@ -206,7 +208,7 @@ def contenders(choice: ModelChoice) -> Table:
         cells.append("-" if one.held_out is None else f"{one.held_out:.3f}")
         for share in (one.passage_words, one.held_out_words) if recalls else ():
             cells.append("-" if share is None else f"{share:.3f}")
-        cells += [f"{one.parameters:,}", *[f"{one.kv_cache_bytes_per_token:,}"] * generates]
+        cells += [f"{one.parameters:,}", *[f"{one.kv_cache_bytes:,}"] * generates]
         rows.append((*cells, f"{one.query_heads:,}/{one.kv_heads:,}"))
     return Table(columns, rows)
 

@@ -23,6 +23,7 @@ from headprune.render.blocks import (
     Section,
     Table,
     Tile,
+    at_context,
     percent,
     plural,
     short_count,
@@ -208,9 +209,9 @@ def _size_rows(run: ReportedRun) -> list[tuple[str, int, int]]:
             ("KV heads", before.kv_heads, after.kv_heads),
             ("parameters", before.parameters, after.parameters),
         ]
-        if before.kv_cache_bytes_per_token:
-            cache = before.kv_cache_bytes_per_token, after.kv_cache_bytes_per_token
-            rows.append(("KV bytes per token", *cache))
+        if before.kv_cache_bytes:
+            cache = before.kv_cache_bytes, after.kv_cache_bytes
+            rows.append((f"KV bytes {at_context(after.kv_cache_tokens)}", *cache))
         return rows
     if run.manifest is not None:
         return records.size_rows(run.manifest.steps)

@@ -233,7 +233,7 @@ class Contender(_Part):
             that chooses; None where there are too few.
         held_out_words: The same on the other half, of the original and the chosen one alone.
         parameters: Its parameters.
-        kv_cache_bytes_per_token: Its KV cache; 0 where it generates nothing.
+        kv_cache_bytes: Its KV cache of ``kv_cache_tokens``; 0 where it generates nothing.
         query_heads: Its query heads.
         kv_heads: Its KV heads.
         seconds: Time of its making, with all it was the first to need, such as scores.
@@ -246,7 +246,7 @@ class Contender(_Part):
     passage_words: Finite | None = None
     held_out_words: Finite | None = None
     parameters: Count
-    kv_cache_bytes_per_token: Count
+    kv_cache_bytes: Count
     query_heads: Count
     kv_heads: Count
     seconds: Difference
@@ -261,6 +261,7 @@ class ModelChoice(_Part):
         higher_is_better: Its direction.
         held_out_tokens: Tokens of both halves.
         passage_words: Passage words of the half that chooses, and of the other.
+        kv_cache_tokens: The context of KV caches: 1, or with windows up to 8,192.
         original: The model before.
         contenders: The candidates, the best by the choosing half first; this result is
             the first of them.
@@ -272,6 +273,7 @@ class ModelChoice(_Part):
     higher_is_better: bool
     held_out_tokens: Count
     passage_words: tuple[Count, Count] = (0, 0)
+    kv_cache_tokens: Count = 1
     original: Contender
     contenders: Annotated[tuple[Contender, ...], Field(min_length=1)]
     failed: dict[str, str] = {}
