@@ -179,7 +179,7 @@ def _ids(
     net: PreTrainedModel, tokenizer: Any, text: str, option: str, text_target: bool = False
 ) -> tuple[Tensor, int]:
     """Return token ids of shape (1, tokens), and the number left out."""
-    most = min(MOST_TOKENS, most_tokens(net.config, tokenizer) or MOST_TOKENS)
+    most = min(MOST_TOKENS, most_tokens(net, tokenizer) or MOST_TOKENS)
     argument = {"text_target" if text_target else "text": text, "verbose": False}
     whole = tokenizer(**argument)["input_ids"]
     ids = tokenizer(**argument, truncation=True, max_length=most)["input_ids"]
