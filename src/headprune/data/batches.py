@@ -51,6 +51,7 @@ from headprune.model.batch import (
     padding_id,
     usable_length,
 )
+from headprune.model.embedding import prompt_of
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of, vocabulary_of
 from headprune.model.refusals import refuse_without_padding, refuse_without_text
 
@@ -152,7 +153,8 @@ def batches(
     else:
         labelled = objective is Objective.TASK and data.label_column is not None
         read_label = label_reader(net, examples.labels or ()) if labelled else None
-        rows = tokenized_rows(examples, tokenizer, seq_len, read_label, vocabulary)
+        how = {"prompt": prompt_of(net)}
+        rows = tokenized_rows(examples, tokenizer, seq_len, read_label, vocabulary, **how)
         collator = _padded_of(net, tokenizer)
     _refuse_few(rows, need)
     of_step, longest = (

@@ -147,11 +147,12 @@ def tokenized_rows(
     read_label: Callable[[str], Label] | None = None,
     vocabulary: int | None = None,
     apart: bool = False,
+    prompt: str = "",
 ) -> Dataset:
     """Tokenize every example on its own, cut off at ``seq_len`` and without padding.
 
     ``read_label`` (see ``label_reader``) adds a column ``labels``. The tokenizer joins pairs;
-    ``apart`` makes two rows of each.
+    ``apart`` makes two rows of each. ``prompt`` stands before every text.
 
     Raises:
         DataError: If the model has no such label, or the text is not readable.
@@ -163,7 +164,7 @@ def tokenized_rows(
         done = 0
         singles = ((part,) for text in examples.texts for part in text)
         for texts in _batched(singles if apart else examples.texts):
-            columns = [list(column) for column in zip(*texts, strict=True)]
+            columns = [[prompt + text for text in column] for column in zip(*texts, strict=True)]
             rows = dict(tokenizer(*columns, truncation=True, max_length=seq_len, verbose=False))
             refuse_empty(map(len, rows["input_ids"]), done)
             seen.add_rows(rows["input_ids"])

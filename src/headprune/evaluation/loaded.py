@@ -48,6 +48,7 @@ from headprune.evaluation.tasks import refuse_tasks
 from headprune.evaluation.written import references_of, refuse_metrics
 from headprune.model.answers import Prompt
 from headprune.model.batch import modality_of, most_tokens, usable_length
+from headprune.model.embedding import prompt_of
 from headprune.model.loading import (
     CLASSIFIERS,
     parse_dtype,
@@ -327,5 +328,6 @@ def _rows(
     if task in CLASSIFIERS:
         read_label = label_reader(net, examples.labels or ())
         return tokenized_rows(some, tokenizer, seq_len, read_label, known), None
-    rows = tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)
+    how: dict[str, Any] = {"apart": True, "prompt": prompt_of(net)}
+    rows = tokenized_rows(some, tokenizer, seq_len, vocabulary=known, **how)
     return rows, None if examples.rows_are_documents else np.zeros(len(rows), np.int64)
