@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, LlamaConfig, MptConfig, T5Config
+from transformers import (
+    LEDConfig,
+    LEDModel,
+    LongformerConfig,
+    LongformerModel,
+    NystromformerConfig,
+    NystromformerModel,
+    PreTrainedModel,
+)
 
 from headprune import processes
 from headprune.config import (
@@ -27,14 +36,75 @@ from tests import tiny
 
 LONGEST = 128  # of the tiny models
 NO_LIMIT = 10**30  # what a tokenizer without one says
+POSITIONS = {"max_position_embeddings": 24}
+
+
+# classes whose tables of positions end, by the settings that say how long
+TABLES = {
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "opt", "biogpt", "bert"), POSITIONS),
+    **dict.fromkeys(("ernie", "electra", "albert", "distilbert", "bart", "mbart"), POSITIONS),
+    **dict.fromkeys(("pegasus", "marian", "blenderbot", "clip_text_model"), POSITIONS),
+    **dict.fromkeys(("roberta", "camembert", "data2vec-text", "xlm-roberta"), POSITIONS),
+    **dict.fromkeys(("roberta-prelayernorm", "xlm-roberta-xl", "mpnet"), POSITIONS),
+    "mpt": {"max_seq_len": 24},
+}
+# classes of which headprune has no row, some without tiny sizes of their own
+OTHERS: dict[str, Any] = {
+    "longformer": (LongformerModel, LongformerConfig, {**POSITIONS, "attention_window": [4] * 2}),
+    "nystromformer": (NystromformerModel, NystromformerConfig, POSITIONS),
+    "led": (
+        LEDModel,
+        LEDConfig,
+        {
+            **{"max_encoder_position_embeddings": 24, "max_decoder_position_embeddings": 16},
+            "attention_window": [4] * 2,
+        },
+    ),
+}
+SMALL = {
+    **dict.fromkeys(("hidden_size", "d_model"), 16),
+    **dict.fromkeys(("num_hidden_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "encoder_attention_heads"), 2),
+    **{"decoder_attention_heads": 2, "intermediate_size": 16, "vocab_size": 65, "pad_token_id": 1},
+}
+
+
+def of_class(name: str) -> PreTrainedModel:
+    if name not in OTHERS:
+        return tiny.model(name, **TABLES[name])
+    cls, config, settings = OTHERS[name]
+    known = {key: value for key, value in SMALL.items() if hasattr(config(), key)}
+    net: PreTrainedModel = cls(config(**known, **settings)).eval()
+    return net
+
+
+def longest_run(net: PreTrainedModel, side: str) -> int:
+    """The longest input that transformers runs, on a side of the model."""
+    two = net.config.is_encoder_decoder
+    for length in range(14, 30):
+        ids = {"input_ids": torch.full((1, length if side == "encoder" or not two else 8), 5)}
+        if two:
+            ids["decoder_input_ids"] = torch.full((1, length if side == "decoder" else 4), 5)
+        try:
+            with torch.no_grad():
+                net(**ids)
+        except (IndexError, RuntimeError, ValueError):
+            return length - 1
+    raise AssertionError("it has no end")
+
+
+@pytest.mark.parametrize("name", [*TABLES, *OTHERS])
+def test_the_limit_is_the_longest_input_that_runs(name: str) -> None:
+    net = of_class(name)
+    for side in ("encoder", "decoder") if net.config.is_encoder_decoder else ("decoder",):
+        assert most_tokens(net, sides=[side]) == longest_run(net, side)
 
 
 @pytest.mark.parametrize(
     ("positions", "limit", "most"),
     [
         (128, NO_LIMIT, 128),
-        (514, 512, 512),  # RoBERTa: two rows of its embeddings are no positions
-        (128, 512, 128),
+        (128, 100, 100),
         (None, 512, 512),
         (128, None, 128),
         (None, None, None),
@@ -43,21 +113,14 @@ NO_LIMIT = 10**30  # what a tokenizer without one says
 def test_the_smaller_of_what_model_and_tokenizer_say(
     positions: int | None, limit: int | None, most: int | None
 ) -> None:
-    config = T5Config() if positions is None else LlamaConfig(max_position_embeddings=positions)
+    net = tiny.model("t5" if positions is None else "llama-mha")
     of = SimpleNamespace(model_max_length=limit)
-    assert most_tokens(config, of) == most
+    assert most_tokens(net, of) == most
     fits = most or 999
-    assert usable_length(config, of, fits) == fits  # a warning would be an error here
+    assert usable_length(net, of, fits) == fits  # a warning would be an error here
     if most is not None:
         with pytest.warns(HeadpruneWarning, match=f"of {most + 1} tokens .* cut at {most}"):
-            assert usable_length(config, of, most + 1) == most
-
-
-def test_models_without_positions_have_the_limit_of_their_tokenizer() -> None:
-    assert most_tokens(T5Config()) is None
-    assert most_tokens(BertConfig(max_position_embeddings=40)) == 40
-    assert most_tokens(MptConfig(max_seq_len=40)) == 40
-    assert most_tokens(T5Config(), SimpleNamespace(model_max_length=512)) == 512
+            assert usable_length(net, of, most + 1) == most
 
 
 def test_beyond_its_positions_a_model_fails() -> None:

@@ -1,180 +1,183 @@
-"""--layout padded: zero heads in the folder itself, proven as every cut is."""
+"""Padding decides no number, on whatever side a tokenizer puts it."""
 
 from __future__ import annotations
 
 import json
-from itertools import product
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
-
-import headprune
-from headprune.errors import PlanError
-from headprune.formats.regularise import regularise
-from headprune.formats.source import open_source
-from headprune.model.attention import attention_of
-from headprune.model.gating import fixed, gated
-from headprune.schemas.manifest import read_manifest
-from headprune.schemas.plan import Plan, read_plan
-from tests import tiny
-from tests.cutting import ragged_plan, uneven_plan
-from tests.marks import slow_unless
-from tests.test_cli import run
-from tests.test_targets import saved, scored
-
-IDS = torch.randint(0, tiny.VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
-
-
-def foreign(plan: Plan) -> Plan:
-    return plan.model_copy(update={"model": None})
-
-
-def holey(model: PreTrainedModel, gates: bool) -> Plan:
-    """Ragged groups, gates that are not 1, and a layer without heads."""
-    parts = dict(uneven_plan(model, 1).attentions)
-    first = attention_of(model)[0]
-    if first.query_heads > first.kv_heads:
-        some = ragged_plan(model).attentions[first.path].keep[:-2]
-        factors = tuple(1 - 0.05 * head for head in some)
-        parts[first.path] = parts[first.path].model_copy(update={"keep": some, "scale": factors})
-    if not gates:
-        parts = {path: part.model_copy(update={"scale": None}) for path, part in parts.items()}
-    return Plan(unit="head", attentions=parts)
-
-
-def gates_of(plan: Plan) -> list[torch.Tensor]:
-    """Per module, the gate of every head."""
-    found = []
-    for part in plan.attentions.values():
-        gate = torch.zeros(part.query_heads)
-        gate[[*part.keep]] = torch.tensor(part.scale or (1.0,) * len(part.keep))
-        found.append(gate)
-    return found
-
-
-# separate and fused projections, biases, norms and sinks per head, norms of full width, tied
-# weights, a family that knows no ragged groups, attention that is not causal
-CASES = ("llama-gqa", "qwen3", "gpt2", "gpt_neox", "phi3", "falcon-new", "cohere", "gpt_oss")
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    slow_unless(
-        lambda case, dtype: dtype == "float32" or case == "llama-gqa",
-        product([*CASES, "olmo2", "bert-mlm"], ["float32", "bfloat16"]),
-    ),
+from torch import Tensor
+from transformers import (
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    Wav2Vec2FeatureExtractor,
 )
-def test_zero_heads_compute_nothing(case: str, dtype: str, tmp_path: Path) -> None:
-    model = tiny.save(tiny.model(case).to(getattr(torch, dtype)), tmp_path / "m")
-    original = headprune.from_pretrained(model, dtype="float32")
-    plan = holey(original, gates=dtype == "float32")
-    done = headprune.prune(model, tmp_path / "out", plan=plan, layout="padded")
-    assert "numbers per token" in done.warnings[-1] and done.manifest.proof.passed
-    net = headprune.from_pretrained(tmp_path / "out", dtype="float32")
-    heads = attention_of(net)
-    assert all(a.query_heads and len(set(a.group_sizes)) == 1 for a in heads)
-    assert sum(a.query_heads for a in heads) > plan.kept_heads
+
+from headprune.config import CalibrationConfig, DataConfig, Objective, TrainGatesConfig
+from headprune.config.data import Loss
+from headprune.data import batches as of_data
+from headprune.data.batches import batches
+from headprune.evaluation import quality
+from headprune.model.batch import padded
+from tests import tiny
+
+TEXTS = [tiny.text(words, seed=words) for words in (3, 17, 8, 11)]
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+DECODERS = ("gpt2", "opt", "llama", "bloom", "gpt_neox", "falcon", "mpt", "gpt_bigcode")
+ENCODERS = ("bert", "roberta", "mpnet", "distilbert", "electra", "modernbert", "deberta-v2")
+PAIRS = ("t5", "bart", "marian", "pegasus", "m2m_100", "blenderbot")
+CASES = [
+    *(("classes", f"{name}-classifier") for name in (*DECODERS, *ENCODERS)),
+    *(("embeddings", f"{name}-base") for name in ENCODERS),
+    *(("tags", name) for name in ("bert", "roberta", "gpt2")),
+    *(("answers", name) for name in ("gpt2", "opt", "llama", "bloom")),
+    *(("pairs", name) for name in PAIRS),
+]
+
+
+def net_of(kind: str, name: str) -> PreTrainedModel:
+    """A tiny model of a kind of data."""
+    if kind != "tags":
+        return tiny.model(name)
+    torch.manual_seed(0)
+    config = tiny.config(name, num_labels=2)
+    tagger: PreTrainedModel = AutoModelForTokenClassification.from_config(config)
+    return tagger.eval()
+
+
+def data_of(kind: str, folder: Path) -> DataConfig:
+    """A file of texts of unequal length."""
+    file = folder / "rows.jsonl"
+    rows: list[dict[str, Any]] = [{"text": text, "label": "1"} for text in TEXTS]
+    columns: dict[str, Any] = {"text_column": "text", "label_column": "label"}
+    if kind == "tags":
+        rows = [{"text": text.split(), "label": [1] * len(text.split())} for text in TEXTS]
+    elif kind == "answers":
+        roles = ("user", "assistant")
+        turns = zip(TEXTS, reversed(TEXTS), strict=True)
+        rows = [
+            {"messages": [{"role": r, "content": c} for r, c in zip(roles, turn, strict=True)]}
+            for turn in turns
+        ]
+        columns = {"loss": Loss.ANSWERS}
+    elif kind == "pairs":
+        rows = [{"a": a, "b": b} for a, b in zip(TEXTS, reversed(TEXTS), strict=True)]
+        columns = {"text_column": "a,b"}
+    elif kind == "embeddings":
+        columns = {"text_column": "text"}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(source=str(file), **columns)
+
+
+def outputs(net: PreTrainedModel, batch: Any) -> list[Tensor]:
+    """The outputs of each row, without those at its padding."""
     with torch.no_grad():
-        with gated(attention_of(original), fixed(gates_of(plan))):
-            wanted = original(IDS).logits
-        scale = wanted.abs().max()
-        assert (wanted - net(IDS).logits).abs().max() < 1e-5 * scale
-        weight = heads[1].output_projection.weight
-        assert not weight.abs().max()
-        weight.normal_()  # a zero head that is none
-        assert (wanted - net(IDS).logits).abs().max() > 1e-3 * scale
-    if case in ("llama-gqa", "qwen3"):
-        source = open_source(tmp_path / "out")
-        assert regularise(source) == (source, ())
+        given = {name: value for name, value in batch.items() if name != "labels"}
+        result = net(**given)
+    values = result.logits if "logits" in result else result.last_hidden_state
+    mask = batch["labels"] != -100 if "decoder_input_ids" in batch else batch["attention_mask"] != 0
+    rows = zip(values, mask, strict=True)
+    return [row[real] if values.dim() == 3 else row for row, real in rows]
 
 
-def test_an_export_says_the_same_of_zero_heads(tmp_path: Path) -> None:
-    model = saved(tmp_path)
-    plan = holey(headprune.from_pretrained(model), gates=True)
-    headprune.prune(model, tmp_path / "bare", plan=plan, layout="ragged")
-    done = headprune.prune(model, tmp_path / "out", plan=plan, layout="padded")
-    assert regularise(open_source(tmp_path / "bare"))[1] == done.warnings
-    assert len(done.warnings) == 2
+def alone(net: PreTrainedModel, row: dict[str, Any]) -> Tensor:
+    """What transformers gives for one text, which needs no padding."""
+    ids = {name: torch.tensor([row[name]]) for name in ("input_ids", "labels") if name in row}
+    if not net.config.is_encoder_decoder:
+        ids.pop("labels", None)
+    with torch.no_grad():
+        result = net(**ids)
+    values: Tensor = result.logits if "logits" in result else result.last_hidden_state
+    return values[0]
 
 
-def test_the_cache_is_what_was_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, plan = saved(tmp_path), tmp_path / "plan.json"
-    foreign(uneven_plan(headprune.from_pretrained(model), 1)).write(plan)
-    line = ("prune", model, "--plan", plan, "--layout", "padded")
-    code, out, err = run(capsys, *line, "--dry-run")
-    assert code == 0 and "□" in out, err
-    assert "Layer 1 without heads: zero heads" in " ".join(err.split())
-    code, out, err = run(capsys, *line, tmp_path / "out", "--json")
-    assert code == 0, err
-    found = json.loads(out)
-    head_dim = attention_of(headprune.from_pretrained(model))[0].head_dim
-    assert f"holds {2 * head_dim:,} numbers per token" in found["warnings"][-1]
-    bare = headprune.prune(model, plan=plan, dry_run=True)
-    assert found["kv_heads"][1] == bare.kv_heads[1] + 1
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "□ is a zero head" in card and "vllm serve" in card and "--to vllm" not in card
+def gathered(kind: str, name: str, side: str, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs of a batch, and those of its texts one by one."""
+    net, tokenizer, data = net_of(kind, name), tiny.tokenizer(), data_of(kind, folder)
+    tokenizer.padding_side, tokenizer.chat_template = side, TEMPLATE
+    labelled = kind in ("classes", "tags")
+    objective = Objective.TASK if labelled else Objective.DISTILL
+    rows, collate, _ = batches(
+        objective, net, tokenizer, data, CalibrationConfig(seq_len=64, batch_size=4)
+    )
+    some = [rows[number] for number in range(len(rows))]
+    return outputs(net, collate(some)), [alone(net, row) for row in some]
 
 
-def test_by_scores_with_a_refit(tmp_path: Path) -> None:
-    model, text = saved(tmp_path, worthless=(1,)), tmp_path / "t.txt"
-    text.write_text(tiny.text(4_000))
-    asked = {"scores": scored(model), "keep": 16, "layout": "padded"}
-    fit = {"refit": text, "calibration_tokens": 256, "seq_len": 16}
-    done = headprune.prune(model, tmp_path / "out", **asked, **fit)
-    assert done.manifest.refit is not None and done.manifest.proof.passed
-    layer = read_plan(tmp_path / "out" / "plan.json", {}).attentions["model.layers.1.self_attn"]
-    assert layer.scale == (0.0,)
-    shown = headprune.prune(model, dry_run=True, **asked)
-    costs = {cost.shape: cost for cost in shown.shapes}
-    assert costs["padded"].heads == costs["per-layer"].heads == 16
-    assert costs["padded"].evidence == costs["per-layer"].evidence
-
-
-def test_a_zero_head_that_is_none_fails_the_proof(tmp_path: Path) -> None:
-    model = saved(tmp_path)
-    plan = foreign(uneven_plan(headprune.from_pretrained(model), 1))
-    headprune.prune(model, tmp_path / "out", plan=plan, layout="padded")
-    assert headprune.verify(tmp_path / "out", against=model).passed
-    file = tmp_path / "out" / "model.safetensors"
-    weights = load_file(file)
-    name = "model.layers.1.self_attn.o_proj.weight"
-    save_file({**weights, name: weights[name] + 0.1}, file, metadata={"format": "pt"})
-    assert not headprune.verify(tmp_path / "out", against=model).passed
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_batch_gives_what_its_texts_give_alone(
+    kind: str, name: str, side: str, tmp_path: Path
+) -> None:
+    for got, wanted in zip(*gathered(kind, name, side, tmp_path), strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("kind", "name"),
     [
-        (uneven_plan, "no ragged groups and no layer without heads"),
-        (ragged_plan, "the result would be no smaller"),
+        ("classes", "gpt2-classifier"),
+        ("embeddings", "bert-base"),
+        ("answers", "gpt2"),
+        ("pairs", "bart"),
     ],
 )
-def test_what_gains_nothing_is_refused(plan: object, message: str, tmp_path: Path) -> None:
-    model = saved(tmp_path)
-    given = foreign(plan(headprune.from_pretrained(model)))  # type: ignore[operator]
-    with pytest.raises(PlanError, match=f"layout padded: .*{message}"):
-        headprune.prune(model, tmp_path / "out", plan=given, layout="padded")
-    assert not (tmp_path / "out").exists()
+def test_padding_on_the_left_would_show(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_data, "padded", partial(padded, side="left"))
+    found = zip(*gathered(kind, name, "left", tmp_path), strict=True)
+    assert max(float((got - wanted).abs().max()) for got, wanted in found) > 1e-2
 
 
-def test_where_no_head_is_left_to_be_a_zero_head(tmp_path: Path) -> None:
-    model = saved(tmp_path)
-    plan = foreign(uneven_plan(headprune.from_pretrained(model), 1))
-    headprune.prune(model, tmp_path / "cut", plan=plan)
-    whole = headprune.prune(tmp_path / "cut", plan=keep_all(tmp_path / "cut"), dry_run=True).plan
-    with pytest.raises(PlanError, match=r"layers\.1\.self_attn' lost its heads in an earlier cut"):
-        headprune.prune(tmp_path / "cut", plan=whole, layout="padded", dry_run=True)
-    with pytest.raises(PlanError, match="for removed heads"):
-        headprune.convert_gqa(model, tmp_path / "gqa", kv_heads=1, layout="padded")
-    assert not (tmp_path / "gqa").exists()
-    assert read_manifest(tmp_path / "cut").uneven
+@pytest.mark.parametrize("name", ["gpt2-classifier", "llama-classifier"])
+def test_a_decoder_finds_the_end_of_a_text_by_the_padding_of_its_config(name: str) -> None:
+    net, tokenizer = tiny.model(name), tiny.tokenizer()
+    tokenizer.pad_token = "<mask>"  # the config says <pad>
+    rows = of_data.Dataset.from_dict(dict(tokenizer(TEXTS)))
+    wanted = [alone(net, row).argmax(-1) for row in rows]
+    assert quality.predictions(net, rows, tokenizer, 4).tolist() == [int(x) for x in wanted]
 
 
-def keep_all(folder: Path) -> Path:
-    """A plan file that removes nothing."""
-    file = folder.with_suffix(".json")
-    file.write_text("{}")
-    return file
+def test_a_tokenizer_may_make_no_mask() -> None:
+    net, tokenizer = tiny.model("bert-base"), tiny.tokenizer()
+    tokenizer.model_input_names = ["input_ids"]
+    rows = of_data.Dataset.from_dict({"input_ids": tokenizer(TEXTS)["input_ids"]})
+    got = quality.embeddings(net, rows, tokenizer, 4)
+    wanted = [alone(net, row).mean(0) for row in rows]
+    unit = torch.stack([each / each.norm() for each in wanted])
+    torch.testing.assert_close(torch.tensor(got).float(), unit)
+
+
+def test_recordings_are_padded_at_their_end() -> None:
+    from headprune.data.audio import features_of
+
+    class Sounds:
+        def sound(self, number: int, rate: int) -> Any:
+            return torch.arange(1, 400 * (number + 1)).float().numpy()
+
+    extractor = Wav2Vec2FeatureExtractor(padding_side="left", do_normalize=False)
+    processor = of_data.SpeechProcessor(extractor)
+    made: Any = features_of
+    features = made.__wrapped__(Sounds(), tiny.model("wav2vec2"), processor, [0, 1])
+    assert features["input_values"][0, 0] == 1 and features["input_values"][0, -1] == 0
+
+
+def test_a_loss_is_that_of_single_texts(tmp_path: Path) -> None:
+    net, data = tiny.model("gpt2-classifier"), data_of("classes", tmp_path)
+    losses = {}
+    for side in ("right", "left"):
+        tokenizer = tiny.tokenizer()
+        tokenizer.padding_side = side
+        config = TrainGatesConfig(target_heads=0.5, steps=1, batch_size=4, seq_len=64)
+        rows, collate, _ = batches(Objective.TASK, net, tokenizer, data, config)
+        with torch.no_grad():
+            losses[side] = net(**collate([rows[number] for number in range(4)])).loss
+    with torch.no_grad():
+        each = [net(torch.tensor([row["input_ids"]])).logits[0] for row in rows]
+    wanted = torch.nn.functional.cross_entropy(torch.stack(each), torch.ones(4).long())
+    for loss in losses.values():
+        torch.testing.assert_close(loss, wanted)

@@ -160,7 +160,7 @@ class _Compression:
         constraints_of(net, LayoutOption.PER_LAYER, config.targets)  # refuses what none takes
         task = task_of(net)
         _refuse_unfit(task, list(data.values()), config.metric)
-        most = most_tokens(net.config, self.model.tokenizer) or config.seq_len
+        most = most_tokens(net, self.model.tokenizer) or config.seq_len
         read = min(config.seq_len, most)
         self.judged = min(read, _JUDGED)
         if task in _OF_RUNNING_TEXT:

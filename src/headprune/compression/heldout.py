@@ -25,6 +25,7 @@ from headprune.evaluation.metrics import METRICS, Floats
 from headprune.evaluation.written import COUNTED, references_of, write
 from headprune.evidence.recall import FEWEST, PASSAGES, needed
 from headprune.model.answers import Prompt, answered
+from headprune.model.embedding import prompt_of
 from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
 
 _ROWS = 8  # held-out rows, at least: half of them choose
@@ -156,6 +157,7 @@ class HeldOut:
         self._packs = self.task in _RUNNING and written is None
         self.seq_len, self.batch_size = seq_len, batch_size
         self._vocabulary = vocabulary_of(net)
+        self._prompt = prompt_of(net)
         held_out = [(text, False) for text in texts.choose]
         held_out += [(text, True) for text in texts.report]
         if self._packs:
@@ -239,10 +241,10 @@ class HeldOut:
         if self.task == "seq2seq-lm":
             return translation_rows(examples, self.tokenizer, self.seq_len, known)
         if self.task not in _RUNNING:
-            apart = self.task == "features"  # embeddings are of single texts
-            return tokenized_rows(
-                examples, self.tokenizer, self.seq_len, vocabulary=known, apart=apart
-            )
+            how: dict[str, Any] = {"vocabulary": known}
+            if self.task == "features":  # embeddings are of single texts
+                how |= {"apart": True, "prompt": self._prompt}
+            return tokenized_rows(examples, self.tokenizer, self.seq_len, **how)
         closed = self.task == "masked-lm"
         before, after = around(self.tokenizer)
         special = len(before) + len(after) * closed

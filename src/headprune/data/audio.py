@@ -27,7 +27,7 @@ from headprune.data.images import media_table
 from headprune.data.sequences import Label
 from headprune.data.text import Collate, evenly
 from headprune.errors import DataError
-from headprune.model.batch import Batch, SpeechProcessor, decoder_inputs
+from headprune.model.batch import Batch, SpeechProcessor, decoder_inputs, most_tokens
 from headprune.packages import refuse_missing
 
 _POSITIONS = 1500  # of an encoder that does not say
@@ -164,7 +164,9 @@ def recording_rows(
         labels: Any = [read_label(label) for label in recordings.labels or ()]
     else:
         first = getattr(net.config, "decoder_start_token_id", None)
-        labels = processor.tokenizer(recordings.transcripts, verbose=False)["input_ids"]
+        most = most_tokens(net, sides=["decoder"]) if net.config.is_encoder_decoder else None
+        cut = {"truncation": most is not None, "max_length": most, "verbose": False}
+        labels = processor.tokenizer(recordings.transcripts, **cut)["input_ids"]
         labels = [ids[1:] if ids[:1] == [first] else ids for ids in labels]
     numbers = [[number] * many for number, many in enumerate(positions)]
     return Dataset.from_dict({"input_ids": numbers, "labels": labels})
@@ -188,6 +190,7 @@ def features_of(
         sounds = [np.resize(sound, samples) for sound in sounds]
     how: dict[str, Any] = {}
     if isinstance(extract, Wav2Vec2FeatureExtractor):  # others pad to a length of their own
+        extract.padding_side = "right"  # positions count from the beginning of a recording
         how = {"padding": True, "return_attention_mask": samples is None}
     features = extract(sounds, sampling_rate=rate, return_tensors="pt", **how)
     return {name: x.to(net.dtype) if x.is_floating_point() else x for name, x in features.items()}

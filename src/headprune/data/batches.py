@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -14,12 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from datasets import Dataset, List
 from torch import Tensor
-from transformers import (
-    DataCollatorForSeq2Seq,
-    DataCollatorForTokenClassification,
-    DataCollatorWithPadding,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from headprune import processes
 from headprune.config import (
@@ -53,9 +47,11 @@ from headprune.model.batch import (
     decoder_inputs,
     modality_of,
     most_tokens,
+    padded,
     padding_id,
     usable_length,
 )
+from headprune.model.embedding import prompt_of
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of, vocabulary_of
 from headprune.model.refusals import refuse_without_padding, refuse_without_text
 
@@ -105,8 +101,9 @@ def batches(
         read = _of_images if modality == "images" else _of_recordings
         of_step = config.batch_size or _EXAMPLES * processes.count()
         return Batches(*read(objective, net, tokenizer, data, need), of_step)
-    most = most_tokens(net.config, tokenizer) or STEP_TOKENS
-    seq_len = usable_length(net.config, tokenizer, config.seq_len or min(most, STEP_TOKENS))
+    most = most_tokens(net, tokenizer, ["encoder"]) or STEP_TOKENS
+    asked = config.seq_len or min(most, STEP_TOKENS)
+    seq_len = usable_length(net, tokenizer, asked, ["encoder"])
     vocabulary = vocabulary_of(net)
     refuse_without_padding(net, task)
     examples = read_examples(data, tokenizer)
@@ -147,26 +144,27 @@ def batches(
 
         return Batches(rows, collate, config.batch_size or _of_step(rows, seq_len))
     if task == "seq2seq-lm":
-        rows = translation_rows(examples, tokenizer, seq_len, vocabulary)
-        collator: Any = pairs_of(net, tokenizer)
+        of_decoder = most_tokens(net, sides=["decoder"])
+        rows = translation_rows(examples, tokenizer, seq_len, vocabulary, of_decoder)
+        collator = pairs_of(net, tokenizer)
     elif task == "token-classification" and objective is Objective.TASK:
         rows = tagged_rows(examples, tokenizer, seq_len, tag_reader(net), vocabulary)
-        collator = DataCollatorForTokenClassification(_padding(tokenizer, net))
+        collator = _padded_of(net, tokenizer)
     else:
         labelled = objective is Objective.TASK and data.label_column is not None
         read_label = label_reader(net, examples.labels or ()) if labelled else None
-        rows = tokenized_rows(examples, tokenizer, seq_len, read_label, vocabulary)
-        collator = DataCollatorWithPadding(_padding(tokenizer, net))
+        how = {"prompt": prompt_of(net)}
+        rows = tokenized_rows(examples, tokenizer, seq_len, read_label, vocabulary, **how)
+        collator = _padded_of(net, tokenizer)
     _refuse_few(rows, need)
     of_step, longest = (
         (config.batch_size, None) if config.batch_size else _filled(rows, single=not data.pairs)
     )
 
-    def padded(features: list[dict[str, Any]]) -> Batch:
-        some = features if longest is None else [cut(row, longest) for row in features]
-        return cast(Batch, dict(collator(some)))
+    def collate_cut(features: list[dict[str, Any]]) -> Batch:
+        return collator(features if longest is None else [cut(row, longest) for row in features])
 
-    return Batches(rows, padded, of_step)
+    return Batches(rows, collate_cut, of_step)
 
 
 def _of_answers(
@@ -178,10 +176,10 @@ def _of_answers(
 ) -> tuple[Dataset, Collate]:
     rows = answer_rows(examples, tokenizer, seq_len, vocabulary_of(net))
     _refuse_few(rows, need)
-    padded = DataCollatorForSeq2Seq(_padding(tokenizer, net))
+    whole = _padded_of(net, tokenizer)
 
     def collate(features: list[dict[str, Any]]) -> Batch:
-        return cast(Batch, {**padded(features), "use_cache": False})
+        return {**whole(features), "use_cache": False}
 
     return rows, collate
 
@@ -226,22 +224,18 @@ def _refuse_few(rows: Dataset, need: int) -> None:
 
 def pairs_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
     """Return a function that makes a batch of pairs: source, labels and decoder inputs."""
-    padded = DataCollatorForSeq2Seq(tokenizer)
+    whole = _padded_of(net, tokenizer)
 
     def collate(features: list[dict[str, Any]]) -> Batch:
-        batch = cast(Batch, dict(padded(features)))
+        batch = whole(features)
         batch["decoder_input_ids"] = decoder_inputs(net, batch["labels"])
         return batch
 
     return collate
 
 
-def _padding(tokenizer: Any, net: PreTrainedModel) -> Any:
-    if tokenizer.pad_token_id is not None:
-        return tokenizer
-    padding = copy.deepcopy(tokenizer)
-    padding.pad_token = padding.convert_ids_to_tokens(padding_id(net.config, tokenizer))
-    return padding
+def _padded_of(net: PreTrainedModel, tokenizer: Any) -> Collate:
+    return partial(padded, padding=padding_id(net.config, tokenizer))
 
 
 def _of_step(rows: Dataset, longest: int, least: int = 1) -> int:
@@ -314,7 +308,7 @@ def merge_calibration(
     refuse_without_padding(net, task)
     examples, closed = read_examples(data, tokenizer), task != "causal-lm"
     seq_len = min(config.seq_len, config.calibration_tokens)
-    seq_len = usable_length(net.config, tokenizer, seq_len)
+    seq_len = usable_length(net, tokenizer, seq_len)
     if task in OF_SENTENCES:
         seq_len = min(seq_len, _mean_length(examples, tokenizer, seq_len))
     known = vocabulary_of(net)

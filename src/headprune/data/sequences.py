@@ -147,11 +147,12 @@ def tokenized_rows(
     read_label: Callable[[str], Label] | None = None,
     vocabulary: int | None = None,
     apart: bool = False,
+    prompt: str = "",
 ) -> Dataset:
     """Tokenize every example on its own, cut off at ``seq_len`` and without padding.
 
     ``read_label`` (see ``label_reader``) adds a column ``labels``. The tokenizer joins pairs;
-    ``apart`` makes two rows of each.
+    ``apart`` makes two rows of each. ``prompt`` stands before every text.
 
     Raises:
         DataError: If the model has no such label, or the text is not readable.
@@ -163,9 +164,9 @@ def tokenized_rows(
         done = 0
         singles = ((part,) for text in examples.texts for part in text)
         for texts in _batched(singles if apart else examples.texts):
-            columns = [list(column) for column in zip(*texts, strict=True)]
+            columns = [[prompt + text for text in column] for column in zip(*texts, strict=True)]
             rows = dict(tokenizer(*columns, truncation=True, max_length=seq_len, verbose=False))
-            _refuse_empty(rows["input_ids"], done)
+            refuse_empty(map(len, rows["input_ids"]), done)
             seen.add_rows(rows["input_ids"])
             if examples.labels is not None and read_label is not None:
                 rows["labels"] = [read_label(next(labels)) for _ in texts]
@@ -292,9 +293,15 @@ def _refuse_slow(tokenizer: Any, what: str) -> None:
 
 
 def translation_rows(
-    examples: Examples, tokenizer: Any, seq_len: int, vocabulary: int | None = None
+    examples: Examples,
+    tokenizer: Any,
+    seq_len: int,
+    vocabulary: int | None = None,
+    of_decoder: int | None = None,
 ) -> Dataset:
     """Tokenize pairs of source and target text, each cut off at ``seq_len``.
+
+    A target also ends after ``of_decoder`` tokens, where the decoder takes fewer.
 
     Returns:
         Rows of ``input_ids``, ``attention_mask`` and ``labels``, of unequal length.
@@ -313,10 +320,13 @@ def translation_rows(
         done = 0
         for texts in _batched(examples.texts):
             sources, targets = (list(column) for column in zip(*texts, strict=True))
-            options = {"truncation": True, "max_length": seq_len, "verbose": False}
-            rows = dict(tokenizer(sources, text_target=targets, **options))
+            options = {"truncation": True, "verbose": False}
+            rows = dict(tokenizer(sources, max_length=seq_len, **options))
+            longest = min(seq_len, of_decoder or seq_len)
+            of_targets = tokenizer(text_target=targets, max_length=longest, **options)
+            rows["labels"] = of_targets["input_ids"]
             for name, of_column in seen.items():
-                _refuse_empty(rows[name], done)
+                refuse_empty(map(len, rows[name]), done)
                 of_column.add_rows(rows[name])
             done += len(texts)
             yield rows
@@ -340,12 +350,14 @@ def _batched(texts: Iterable[tuple[str, ...]]) -> Iterator[list[tuple[str, ...]]
         yield batch
 
 
-def _refuse_empty(rows: list[list[int]], before: int) -> None:
-    if [] in rows:
-        raise DataError(
-            f"Row {before + rows.index([])} (counted from 0; a sentence pair may be two rows) has "
-            "no tokens. Leave empty texts out."
-        )
+def refuse_empty(counts: Iterable[int], before: int = 0) -> None:
+    """Raise a DataError if a row has no tokens; ``before`` counts the rows before these."""
+    for number, count in enumerate(counts, before):
+        if not count:
+            raise DataError(
+                f"Row {number} (counted from 0; a sentence pair may be two rows) has no tokens. "
+                "Leave empty texts out."
+            )
 
 
 def stored(parts: Iterable[Mapping[str, Any]]) -> Dataset:

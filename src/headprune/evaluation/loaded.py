@@ -48,6 +48,7 @@ from headprune.evaluation.tasks import refuse_tasks
 from headprune.evaluation.written import references_of, refuse_metrics
 from headprune.model.answers import Prompt
 from headprune.model.batch import modality_of, most_tokens, usable_length
+from headprune.model.embedding import prompt_of
 from headprune.model.loading import (
     CLASSIFIERS,
     parse_dtype,
@@ -223,7 +224,8 @@ def load(
     nets = [_loaded(model) for model in models]
     for one, place in zip(examples, several.values(), strict=True):
         refuse_unfit(nets, names, one, place, config)
-    seq_len = usable_length(nets[0].config, tokenizers[0], config.seq_len) if reads_text else 0
+    asked = (nets[0], tokenizers[0], config.seq_len, ["encoder"])
+    seq_len = usable_length(*asked) if reads_text else 0
     if against is not None and reads_text:
         refuse_other_tokenizer(tokenizers[0], tokenizers[1], names)
     domains = (
@@ -286,7 +288,7 @@ def _domain(
     of_passage: tuple[PassageWord, ...] = ()
     needles: tuple[Needle, ...] = ()
     if task_of(nets[0]) == "causal-lm":
-        limits = [most_tokens(net.config, tokenizer) for net in nets]  # all read the same passages
+        limits = [most_tokens(net, tokenizer) for net in nets]  # all read the same passages
         most = min((limit for limit in limits if limit is not None), default=None)
         if config.last_words:
             given = passages(lines_of(examples), config.last_words)
@@ -294,7 +296,7 @@ def _domain(
         if config.passage_words and len(nets) == 2:
             of_passage = passage_words(examples, config.passage_words, tokenizer, most)
     if config.needle and not name:
-        most, known = most_tokens(nets[0].config, tokenizer), vocabulary_of(nets[0])
+        most, known = most_tokens(nets[0], tokenizer), vocabulary_of(nets[0])
         needles = probes.needles(examples, tokenizer, most, config, config.seed, known)
     references = tuple(references_of(examples.spread(config.max_windows)) if config.metrics else ())
     return LoadedDomain(
@@ -316,7 +318,9 @@ def _rows(
         closed = task == "masked-lm"
         return windows(examples, tokenizer, seq_len, closed=closed, vocabulary=known, most=most)
     if task == "seq2seq-lm":
-        return translation_rows(examples.spread(most), tokenizer, seq_len, known), None
+        of_decoder = most_tokens(net, sides=["decoder"])
+        some = examples.spread(most)
+        return translation_rows(some, tokenizer, seq_len, known, of_decoder), None
     if task == "token-classification":
         some = examples.spread(most)
         return tagged_rows(some, tokenizer, seq_len, tag_reader(net), known), None
@@ -324,5 +328,6 @@ def _rows(
     if task in CLASSIFIERS:
         read_label = label_reader(net, examples.labels or ())
         return tokenized_rows(some, tokenizer, seq_len, read_label, known), None
-    rows = tokenized_rows(some, tokenizer, seq_len, vocabulary=known, apart=True)
+    how: dict[str, Any] = {"apart": True, "prompt": prompt_of(net)}
+    rows = tokenized_rows(some, tokenizer, seq_len, vocabulary=known, **how)
     return rows, None if examples.rows_are_documents else np.zeros(len(rows), np.int64)

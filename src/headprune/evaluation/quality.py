@@ -6,6 +6,7 @@ Every value belongs to one sequence or example and does not depend on the batch 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -18,11 +19,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headprune.data.batches import masked, pairs_of
-from headprune.data.text import Collate
+from headprune.data.sequences import refuse_empty
+from headprune.data.text import Collate, lengths
 from headprune.data.tokens import around
 from headprune.errors import DataError
 from headprune.evaluation.recall import RecalledWords
-from headprune.model.batch import Batch, own_padding_id, padding_id, without_labels
+from headprune.model.batch import Batch, own_padding_id, padded, padding_id, without_labels
 from headprune.model.embedding import embedding
 from headprune.model.loading import task_of
 from headprune.model.placement import input_device, on_device
@@ -160,12 +162,12 @@ def predictions(
         DataError: If a row has no tokens, or its logits are not finite; names the row.
     """
     if collate is not None:
-        padded = _collated(model, rows, collate, batch_size, progress)
+        batches = _collated(model, rows, collate, batch_size, progress)
     else:
         if own_padding_id(model.config) is None:
             batch_size = 1  # decoders look for the last token that is no padding
-        padded = _padded(model, rows, tokenizer, batch_size, progress)
-    logits = torch.cat([model(**batch).logits.float().cpu() for batch in padded])
+        batches = _padded(model, rows, tokenizer, batch_size, progress)
+    logits = torch.cat([model(**batch).logits.float().cpu() for batch in batches])
     logits, task = _finite(logits, "output for row"), task_of(model)
     if task == "classification":
         return logits.argmax(-1).double().numpy()
@@ -238,23 +240,9 @@ def _padded(
     model: PreTrainedModel, rows: Dataset, tokenizer: Any, size: int, progress: Progress
 ) -> Iterator[dict[str, Tensor]]:
     """Yield batches without labels, padded on the right, on the model's device."""
-    padding = {"input_ids": padding_id(model.config, tokenizer)}
-    inputs = [name for name in rows.column_names if name != "labels"]
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]
-        lengths = list(map(len, part["input_ids"]))
-        if 0 in lengths:
-            raise DataError(
-                f"Row {start + lengths.index(0)} (counted from 0; a sentence pair may be two rows) "
-                "has no tokens. Leave empty texts out."
-            )
-        columns = {name: [torch.tensor(ids) for ids in part[name]] for name in inputs}
-        padded = {
-            name: pad_sequence(ids, batch_first=True, padding_value=padding.get(name, 0))
-            for name, ids in columns.items()
-        }
-        yield on_device(model, padded)
-        progress(min(start + size, len(rows)), len(rows))
+    refuse_empty(lengths(rows).tolist())
+    collate = partial(padded, padding=padding_id(model.config, tokenizer))
+    return _collated(model, rows, collate, size, progress)
 
 
 class _Scores:

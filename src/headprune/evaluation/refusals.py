@@ -18,6 +18,7 @@ from headprune.data.tokens import around
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.evaluation.tagged import refuse_missing_seqeval
 from headprune.formats.format import is_exported, read_export
+from headprune.model.embedding import refuse_other_similarity
 from headprune.model.loading import CLASSIFIERS, UNMEASURED, class_ids, task_of
 
 _FOR_ENGINES = ("gguf", "vllm", "onnx", "openvino")
@@ -76,7 +77,9 @@ def refuse_unfit(
         )
     if task == "token-classification":
         refuse_missing_seqeval(nets[0].config)
-    if task == "features" and not are_pairs(examples) and len(nets) == 1:
+    if task == "features" and are_pairs(examples):
+        refuse_other_similarity(nets[0])
+    elif task == "features" and len(nets) == 1:
         raise DataError(
             "A model without a head is measured against its base (--against BASE), or on sentence "
             "pairs with scores (--text-column FIRST,SECOND --label-column SCORE)."

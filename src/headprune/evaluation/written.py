@@ -6,7 +6,7 @@ sums of these counts, so that the bootstrap resamples counts and reads no text a
 
 from __future__ import annotations
 
-import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from headprune.context import Allowed
 from headprune.data.audio import Recordings, features_of
 from headprune.data.read import Examples
-from headprune.errors import DataError, HeadpruneError
+from headprune.data.sequences import refuse_empty
+from headprune.data.tokens import around
+from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation.metrics import METRICS, Floats
 from headprune.evaluation.report import Metric
-from headprune.model.batch import SpeechProcessor
+from headprune.model.batch import SpeechProcessor, most_tokens, padded, padding_id
+from headprune.model.generation import generated, minds_padding, search_of
 from headprune.model.placement import on_device
 from headprune.packages import refuse_missing
 from headprune.registry import did_you_mean
@@ -178,7 +181,6 @@ def _of_module(name: str, written: Sequence[str], references: Sequence[str]) -> 
     ]
 
 
-@torch.no_grad()
 def write(
     model: PreTrainedModel,
     prompts: Sequence[str],
@@ -187,43 +189,70 @@ def write(
     most: int,
     progress: Progress = lambda done, total: None,
 ) -> list[str]:
-    """Return a model's text after each prompt, by the beams of its generation config.
+    """Return a model's text after each prompt; see ``model.generation``.
+
+    Prompts longer than the model takes are cut off: of a decoder, on the left. There prompt and
+    answer share the positions.
 
     Args:
         model: A model that generates.
-        prompts: Sources or prompts; those longer than the model takes are cut off.
+        prompts: Sources or prompts.
         tokenizer: Its tokenizer.
         batch_size: Prompts per pass.
         most: Tokens to write, at most.
         progress: Called with prompts done and prompts in all.
+
+    Raises:
+        DataError: If a prompt has no tokens, or the model too few positions.
+        CheckpointError: If its stored settings ask for another search.
     """
-    continues = not model.config.is_encoder_decoder
-    side, tokenizer.padding_side = tokenizer.padding_side, "left" if continues else "right"
-    if tokenizer.pad_token_id is None:
+    continues, search = not model.config.is_encoder_decoder, search_of(model)
+    if minds_padding(search) or (continues and tokenizer.pad_token_id is None):
         batch_size = 1
-    how = _deterministic(model.generation_config, 1 + most)
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    texts: dict[int, str] = {}
+    ids = tokenizer(list(prompts), verbose=False)["input_ids"]
+    refuse_empty(map(len, ids))
+    reads, most = _room(model, tokenizer, max(map(len, ids)), most)
+    before, tokenizer.truncation_side = tokenizer.truncation_side, "left" if continues else "right"
     try:
-        for start in range(0, len(order), batch_size):
-            some = order[start : start + batch_size]
-            batch = tokenizer(
-                [prompts[number] for number in some],
-                return_tensors="pt",
-                padding=len(some) > 1,
-                truncation=True,
-            )
-            inputs = {n: batch[n] for n in ("input_ids", "attention_mask") if n in batch}
-            length = inputs["input_ids"].shape[1] if continues else 0
-            if continues:
-                how.max_length = length + most
-            ids = model.generate(**on_device(model, inputs), generation_config=how)[:, length:]
-            decoded = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            texts |= zip(some, decoded, strict=True)
-            progress(len(texts), len(prompts))
+        ids = tokenizer(list(prompts), truncation=True, max_length=reads)["input_ids"]
     finally:
-        tokenizer.padding_side = side
+        tokenizer.truncation_side = before
+    order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
+    padding, side = padding_id(model.config, tokenizer), "left" if continues else "right"
+    texts: dict[int, str] = {}
+    for start in range(0, len(order), batch_size):
+        some = order[start : start + batch_size]
+        batch = padded([{"input_ids": ids[number]} for number in some], padding, side)
+        written = generated(model, on_device(model, batch), search, most, tokenizer)
+        texts |= zip(some, tokenizer.batch_decode(written, skip_special_tokens=True), strict=True)
+        progress(len(texts), len(prompts))
     return [texts[number] for number in range(len(prompts))]
+
+
+def _room(model: PreTrainedModel, tokenizer: Any, longest: int, most: int) -> tuple[int, int]:
+    """Return the tokens to read of a prompt, and those to write.
+
+    Where a decoder has fewer positions, at least half of them are for the answer.
+    """
+    positions = most_tokens(model, sides=["decoder"]) or longest + most
+    reads = min(longest, most_tokens(model, tokenizer, ["encoder"]) or longest)
+    writes = min(most, positions)
+    if not model.config.is_encoder_decoder:
+        writes = min(most, max(positions // 2, positions - reads))
+        reads = min(reads, positions - writes)
+    if writes < 1 or reads <= sum(map(len, around(tokenizer))):
+        raise DataError(
+            f"This {type(model).__name__} has {positions} positions, too few for a prompt and an "
+            "answer. Leave --metric out."
+        )
+    if (reads, writes) != (longest, most):
+        warnings.warn(
+            f"Up to {writes} tokens are written after the last {reads} of a prompt: {most} after "
+            f"{longest} were asked for, and model and tokenizer take no more (max_new_tokens).",
+            HeadpruneWarning,
+            stacklevel=3,
+        )
+    return reads, writes
 
 
 @torch.no_grad()
@@ -236,15 +265,16 @@ def transcribe(
     progress: Progress = lambda done, total: None,
 ) -> list[str]:
     """Return the transcripts that a model writes of recordings; arguments as for ``write``."""
-    texts = list[str]()
-    if model.can_generate():
-        how = _deterministic(model.generation_config, 1 + most)
+    texts, writes = list[str](), model.can_generate()
+    if writes:
+        search = search_of(model)
+        most = min(most, most_tokens(model, sides=["decoder"]) or most)
     total = len(recordings.table)
     for start in range(0, total, batch_size):
         numbers = range(start, min(start + batch_size, total))
         inputs = on_device(model, features_of(recordings, model, processor, numbers))
-        if model.can_generate():
-            ids = model.generate(**inputs, generation_config=how)
+        if writes:
+            ids = generated(model, inputs, search, most, processor.tokenizer)
         else:
             ids = _by_frames(model, inputs)
         texts += processor.tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -260,11 +290,3 @@ def _by_frames(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
         beyond = torch.arange(ids.shape[1], device=ids.device) >= lengths[:, None]
         ids = ids.masked_fill(beyond, model.config.pad_token_id)
     return ids
-
-
-def _deterministic(given: GenerationConfig | None, most: int) -> GenerationConfig:
-    config = copy.deepcopy(given) if given is not None else GenerationConfig()
-    config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
-    # max_new_tokens would make transformers warn of its own default for max_length
-    config.update(max_length=most, max_new_tokens=None)
-    return config

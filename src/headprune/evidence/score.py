@@ -158,7 +158,7 @@ def words_of(model: Model, data: DataConfig) -> Sequence[PassageWord]:
     """Return words of a language model's text that stand earlier in their passage."""
     if model.task != "causal-lm":
         return ()
-    most = most_tokens(model.config, model.tokenizer)
+    most = most_tokens(model.any_net, model.tokenizer)
     examples = read_examples(data, model.tokenizer)
     return passage_words(examples, recall.PASSAGES, model.tokenizer, most, inside=True)
 

@@ -209,7 +209,7 @@ def _calibration(model: Model, data: DataConfig, config: TrainGatesConfig) -> Se
     if config.method is not Method.REFIT and not may:
         return None
     usual, tokenizer = CalibrationConfig().seq_len, model.tokenizer
-    length = min(usual, most_tokens(model.config, tokenizer) or usual)
+    length = min(usual, most_tokens(model.any_net, tokenizer) or usual)
     sizes = CalibrationConfig(seq_len=length, seed=config.seed)
     try:
         return calibration(model.net, tokenizer, data, sizes, "train-gates").fit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict, cast
 
@@ -11,6 +11,7 @@ import torch
 import transformers
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError, FamilyError, HeadpruneWarning
@@ -40,6 +41,8 @@ UNMEASURED: tuple[Task, ...] = (
     "next-sentence",
     "pre-training",
 )
+
+BOTH_SIDES = ("encoder", "decoder")
 
 _TASKS: dict[str, Task] = {
     "AutoModelForCausalLM": "causal-lm",
@@ -144,23 +147,39 @@ def auto_class_of(model: PreTrainedModel) -> str:
     return next((auto for auto in (*_TASKS, *known) if known.get(auto) is native), "AutoModel")
 
 
-def most_tokens(config: PreTrainedConfig, tokenizer: Any = None) -> int | None:
+def most_tokens(
+    model: PreTrainedModel, tokenizer: Any = None, sides: Sequence[str] = BOTH_SIDES
+) -> int | None:
     """Return the longest sequence that a model and its tokenizer take; None if neither says.
 
-    The tokenizer counts too, as embeddings may have more rows than positions (RoBERTa: 514, 512).
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer; None to ask the model alone.
+        sides: Those of an encoder-decoder that read the sequence.
     """
-    text = config.get_text_config()
-    stated = (
-        getattr(text, "max_position_embeddings", None),
-        getattr(text, "max_seq_len", None),
-        getattr(tokenizer, "model_max_length", None),
-    )
+    text = model.config.get_text_config()
+    names = ["max_position_embeddings", "max_seq_len"]
+    names += [f"max_{side}_position_embeddings" for side in sides]
+    names += ["max_target_positions"] if "decoder" in sides else []
+    stated = [getattr(text, name, None) for name in names]
+    # RoBERTa and its like count positions from the row after that of padding
+    stated += [
+        len(module.weight) - module.padding_idx - 1
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+    ]
+    stated.append(getattr(tokenizer, "model_max_length", None))
     return min((int(number) for number in stated if number), default=None)
 
 
-def usable_length(config: PreTrainedConfig, tokenizer: Any, asked: int) -> int:
+def usable_length(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    asked: int,
+    sides: Sequence[str] = BOTH_SIDES,
+) -> int:
     """Return ``asked`` tokens, or with a warning the most that model and tokenizer take."""
-    most = most_tokens(config, tokenizer)
+    most = most_tokens(model, tokenizer, sides)
     if most is None or asked <= most:
         return asked
     warnings.warn(
@@ -198,6 +217,29 @@ class Batch(TypedDict, total=False):
     decoder_attention_mask: Int[Tensor, "sequences target_length"]
     labels: Int[Tensor, " sequences *length"]
     use_cache: bool
+
+
+def padded(rows: Sequence[Mapping[str, Any]], padding: int, side: str = "right") -> Batch:
+    """Return rows of unequal length as one batch, whatever side their tokenizer pads on.
+
+    On the right no padding moves a token to another position or hides the last one of a text; a
+    model that continues texts needs it on the left.
+
+    Args:
+        rows: Token ids, what belongs to each of them, and labels.
+        padding: The id to pad with; see ``padding_id``.
+        side: Where the padding is.
+    """
+    fill = {"input_ids": padding, "labels": -100}
+    rows = [{"attention_mask": [1] * len(row["input_ids"]), **row} for row in rows]
+    columns = {name: [torch.tensor(row[name]) for row in rows] for name in rows[0]}
+    batch = {
+        name: pad_sequence(column, True, fill.get(name, 0), side)
+        if column[0].dim()
+        else torch.stack(column)
+        for name, column in columns.items()
+    }
+    return cast(Batch, batch)
 
 
 def inputs_of(batch: Mapping[str, Any]) -> Tensor:
@@ -239,7 +281,7 @@ def padding_id(config: PreTrainedConfig, tokenizer: Any) -> int:
 
 def own_padding_id(config: PreTrainedConfig) -> int | None:
     """Return the padding id of a config; some write -1 for none."""
-    written: int | None = getattr(config, "pad_token_id", None)
+    written: int | None = getattr(config.get_text_config(), "pad_token_id", None)
     return None if written is None or written < 0 else written
 
 

@@ -18,6 +18,7 @@ from headprune.errors import CheckpointError
 from headprune.io.shards import StoredTensor
 from headprune.model.attention import attention_of, identity
 from headprune.model.batch import SpeechProcessor, modality_of, task_of
+from headprune.model.embedding import read_as_embedded
 from headprune.model.loading import (
     assemble,
     from_pretrained,
@@ -112,7 +113,8 @@ class Model:
             if self.task not in ("seq2seq-lm", "ctc"):
                 return SpeechProcessor(extractor)
             return SpeechProcessor(extractor, load_tokenizer(self.source, self.config, **how))
-        return load_tokenizer(self.source, self.config, **how)
+        tokenizer = load_tokenizer(self.source, self.config, **how)
+        return read_as_embedded(tokenizer, self.source) if self.task == "features" else tokenizer
 
     @property
     def task(self) -> str:

@@ -51,7 +51,9 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
     kinds = family_of(config).attention
     inputs: dict[str, Tensor] = {}
     if "input_ids" in takes:
-        inputs = _random_text(config.get_text_config(), 24, generator)
+        inputs = _random_text(
+            config.get_text_config(), min(24, most_tokens(model) or 24), generator
+        )
         for name in ("image_token_id", "image_token_index", "video_token_id"):
             inputs["input_ids"][inputs["input_ids"] == getattr(config, name, None)] = 0
     # a model with only its language part cut is probed on text alone
@@ -71,7 +73,8 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
         # it reads the class where its decoder, which makes its own inputs, has read the end
         inputs["input_ids"] = with_one_end(inputs["input_ids"], config, inputs["attention_mask"])
     elif "decoder_input_ids" in takes:
-        text = _random_text(config.get_text_config(decoder=True), 17, generator)
+        length = min(17, most_tokens(model) or 17)
+        text = _random_text(config.get_text_config(decoder=True), length, generator)
         inputs["decoder_input_ids"] = text["input_ids"]
     if not inputs:
         raise FamilyError(
@@ -91,7 +94,6 @@ def with_one_end(ids: Tensor, config: PreTrainedConfig, mask: Tensor | None = No
 def _random_text(
     text: PreTrainedConfig, length: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    length = min(length, most_tokens(text) or length)
     if length <= max(_DECODED, sum(_CHUNKS)):
         raise FamilyError(
             f"The model's texts end after {length} tokens (max_position_embeddings), too few for a "

@@ -129,7 +129,7 @@ def _prompt(
 ) -> tuple[Tensor, int]:
     """Return a prompt, shape (1, length), and the tokens to decode; both fit into every model."""
     room = prompt_tokens + decoded
-    positions = min(most_tokens(m.config) or room for m in models)
+    positions = min(most_tokens(m) or room for m in models)
     decoded = min(decoded, positions // 2)
     generator = torch.Generator().manual_seed(0)
     vocabulary = models[0].config.get_text_config().vocab_size

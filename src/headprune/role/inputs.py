@@ -118,7 +118,7 @@ def repeated_inputs(
     before, after = around(tokenizer)
     after = [] if task_of(net) == "causal-lm" else after
     special = len(before) + len(after)
-    most = most_tokens(net.config, tokenizer) or 2 * RUN + special
+    most = most_tokens(net, tokenizer) or 2 * RUN + special
     period = min(RUN, (most - special) // 2, len(ids) // 2)
     if period < SHORTEST_RUN:
         raise DataError(
@@ -178,7 +178,7 @@ def trees_input(net: PreTrainedModel, tokenizer: Any, config: RolesConfig) -> Re
             "and rare-token heads are left out: --trees needs a fast tokenizer."
         )
         return None
-    most = min(most_tokens(net.config, tokenizer) or LONGEST_SENTENCE, LONGEST_SENTENCE)
+    most = min(most_tokens(net, tokenizer) or LONGEST_SENTENCE, LONGEST_SENTENCE)
     rows: list[_Parsed] = []
     for number in evenly(len(trees), min(SENTENCES, len(trees))):
         read = tokenizer(trees[number].text, return_offsets_mapping=True, verbose=False)
@@ -237,7 +237,7 @@ def needles_input(
         )
     trials = max(1, config.sequences // len(NEEDLE_DEPTHS))
     settings = NeedleConfig(needle_lengths=config.needle_lengths, needle_trials=trials)
-    most, vocabulary = most_tokens(net.config, tokenizer), vocabulary_of(net)
+    most, vocabulary = most_tokens(net, tokenizer), vocabulary_of(net)
     examples = read_examples(data, tokenizer)
     contexts = needles(examples, tokenizer, most, settings, config.seed, vocabulary)
     hits = answered(net, [needle.row for needle in contexts], 1)

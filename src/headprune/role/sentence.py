@@ -18,6 +18,7 @@ from headprune.data.tokens import Seen
 from headprune.errors import DataError, FamilyError, PlanError
 from headprune.model.attention import attention_of, layer_names, of_kinds, refuse_unknown_kinds
 from headprune.model.batch import Batch, decoder_inputs, most_tokens
+from headprune.model.generation import generated, search_of
 from headprune.model.loading import load_tokenizer, vocabulary_of
 from headprune.model.open import load
 from headprune.model.passes import run_model
@@ -168,8 +169,10 @@ def _read(
         labels, left_out = _ids(net, tokenizer, target, "target", text_target=True)
         ids = decoder_inputs(net, labels)
     elif net.can_generate():
-        inputs = on_device(net, {**batch})
-        written = net.generate(**inputs, max_new_tokens=MOST_TOKENS, num_beams=1, do_sample=False)
+        search = search_of(net)
+        search.num_beams = 1
+        most = min(MOST_TOKENS, most_tokens(net, sides=["decoder"]) or MOST_TOKENS)
+        written = generated(net, on_device(net, batch), search, most, tokenizer)
         ids = written[:, :-1].cpu()  # the last token was never read
     batch["decoder_input_ids"] = ids
     return batch, source, _tokens(tokenizer, ids, left_out)
@@ -179,7 +182,7 @@ def _ids(
     net: PreTrainedModel, tokenizer: Any, text: str, option: str, text_target: bool = False
 ) -> tuple[Tensor, int]:
     """Return token ids of shape (1, tokens), and the number left out."""
-    most = min(MOST_TOKENS, most_tokens(net.config, tokenizer) or MOST_TOKENS)
+    most = min(MOST_TOKENS, most_tokens(net, tokenizer) or MOST_TOKENS)
     argument = {"text_target" if text_target else "text": text, "verbose": False}
     whole = tokenizer(**argument)["input_ids"]
     ids = tokenizer(**argument, truncation=True, max_length=most)["input_ids"]
