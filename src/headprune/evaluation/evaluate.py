@@ -225,8 +225,6 @@ def _columns(
     """Return the columns of a model on a domain; embeddings are added to ``vectors``."""
     task, size = task_of(net), config.batch_size
     rows, tokenizer = domain.rows, loaded.tokenizer
-    if domain.data.loss is Loss.ANSWERS:
-        return quality.answer_losses(net, rows, tokenizer, size, progress)._asdict()
     if task == "causal-lm":
         return _generated(net, domain, tokenizer, config, progress)
     if task == "ctc":  # its text says it all
@@ -279,10 +277,14 @@ def _generated(
 ) -> dict[str, Floats]:
     """Return the columns of a causal language model."""
     words, size, rows = RecalledWords(WordMarks(tokenizer)), config.batch_size, domain.rows
-    columns = quality.causal_losses(net, rows, tokenizer, size, progress, words)._asdict()
-    columns |= words.columns()
+    whole = domain.data.loss is Loss.ALL  # rows of one length
+    if whole:
+        columns = quality.causal_losses(net, rows, tokenizer, size, progress, words)._asdict()
+        columns |= words.columns()
+    else:
+        columns = quality.answer_losses(net, rows, tokenizer, size, progress)._asdict()
     length = len(rows[0]["input_ids"])
-    if config.copying and length > 3:
+    if config.copying and length > 3 and whole:
         if not domain.name:  # random tokens are of no domain
             columns |= copying_losses(net, tokenizer, config.copying, length, size, config.seed)
         columns |= repeated_losses(net, tokenizer, rows, config.copying, size)

@@ -22,7 +22,7 @@ from headprune.data.audio import Recordings, features_of
 from headprune.data.read import Examples
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation.metrics import METRICS, Floats
-from headprune.evaluation.report import Metric
+from headprune.evaluation.report import Metric, finite
 from headprune.model.batch import SpeechProcessor
 from headprune.model.placement import on_device
 from headprune.packages import refuse_missing
@@ -171,11 +171,11 @@ def _of_module(name: str, written: Sequence[str], references: Sequence[str]) -> 
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise HeadpruneError(f"--metric {name} could not be computed: {first}") from error
     stem = Path(name).stem
-    return [
+    return finite(
         Metric(name=f"{stem}:{key}", value=value, unit="1", higher_is_better=True, n=len(written))
         for key, value in (results or {}).items()
         if isinstance(value, int | float)
-    ]
+    )
 
 
 @torch.no_grad()
