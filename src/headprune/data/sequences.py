@@ -303,7 +303,8 @@ def answer_rows(
                 for ids, at in zip(rows["input_ids"], offsets, strict=True)
             ]
             if measured:
-                rows[BYTES] = list(map(sizes.of, texts, rows["input_ids"], offsets))
+                counted = map(sizes.of, texts, rows["input_ids"], offsets)
+                rows[BYTES] = [row.tolist() for row in counted]
             # nothing stands before the first token that could predict it
             kept = [n for n, row in enumerate(rows["labels"]) if {*row[1:]} - {-100}]
             lost += len(batch) - len(kept)
@@ -330,7 +331,7 @@ def answer_rows(
 def _of_answers(
     ids: Sequence[int],
     offsets: Sequence[tuple[int, int]],
-    places: Sequence[tuple[int, int, bool]],
+    places: Sequence[Sequence[int]],
 ) -> list[int]:
     """Return the tokens in some places of a text, and those that end them, else -100."""
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T

@@ -143,13 +143,13 @@ class TextBytes:
 
     def of_rows(
         self, texts: Sequence[str], rows: Sequence[Sequence[int]], **tokenized: Any
-    ) -> list[NDArray[np.float64]]:
+    ) -> list[list[float]]:
         """Return the bytes of every token of texts that were ``tokenized`` with such arguments."""
         offsets: Any = [None] * len(rows)
         if self._tokenizer.is_fast:
             how = {"return_offsets_mapping": True, "verbose": False, **tokenized}
             offsets = self._tokenizer(**how)["offset_mapping"]
-        return list(map(self.of, texts, rows, offsets))
+        return [self.of(*row).tolist() for row in zip(texts, rows, offsets, strict=True)]
 
 
 class Seen:
