@@ -116,7 +116,8 @@ def test_windows_count_the_text(kind: str, dtype: str, tmp_path: Path) -> None:
     of, text = tokenizer_of(kind), words(90, seed=1)
     if kind == "wordpiece":  # it leaves out accents, which belong to no token
         text = text.replace("e\u0301", "plain")
-    net = llama(of).to(getattr(torch, dtype))
+    folder = saved(llama(of).to(getattr(torch, dtype)), of, tmp_path / "m")
+    net = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
     (tmp_path / "text.txt").write_text(text)
     ids = of(text, add_special_tokens=False)["input_ids"]
     count = len(ids) // SEQ
@@ -127,7 +128,7 @@ def test_windows_count_the_text(kind: str, dtype: str, tmp_path: Path) -> None:
     with torch.no_grad():
         logits = torch.cat([net(some).logits[:, :-1].float() for some in rows.split(3)])
     nats = float(F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"))
-    value = found(saved(net, of, tmp_path / "m"), tmp_path / "text.txt", seq_len=SEQ)
+    value = found(folder, tmp_path / "text.txt", seq_len=SEQ)
     assert value == pytest.approx(nats / math.log(2) / float(scored.sum()), rel=1e-5)
     named = of.batch_decode(rows[:, 1:])
     if kind != "wordpiece":

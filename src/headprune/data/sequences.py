@@ -40,7 +40,7 @@ def packed_sequences(
     return windows(examples, tokenizer, seq_len, need, closed, vocabulary)[0]
 
 
-def windows(
+def windows(  # noqa: PLR0913  # text, amounts, and what to count
     examples: Examples,
     tokenizer: Any,
     seq_len: int,
