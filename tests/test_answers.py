@@ -78,6 +78,18 @@ def test_the_loss_is_that_of_answers_and_their_ends(model: Path, chats: Path) ->
     assert of_all != pytest.approx(wanted, rel=1e-5)
 
 
+def test_needles_are_measured_beside_the_loss_of_answers(model: Path, chats: Path) -> None:
+    how: dict[str, Any] = {"needle": True, "needle_lengths": 64, "needle_trials": 2}
+    how |= {"data": chats, "speed": False, "seq_len": 64}
+    report = headprune.evaluate(model, loss="answers", **how)
+    values = {one.name: one for one in report.model.metrics}
+    assert values["needle_accuracy"].n == 10
+    assert report.model.needle is not None and len(report.model.needle) == 5
+    sums = [by_hand(headprune.from_pretrained(model), number) for number in range(40)]
+    wanted = sum(loss for loss, _ in sums) / sum(count for _, count in sums)
+    assert values["nll_nats_per_token"].value == pytest.approx(wanted, rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gates_and_healing_learn_answers(
     dtype: str, model: Path, chats: Path, tmp_path: Path
@@ -116,8 +128,8 @@ class Outputs(dict[str, Any]):
 def test_what_cannot_be_told_apart_is_refused(model: Path, chats: Path, tmp_path: Path) -> None:
     data = DataConfig(source=str(chats), loss=Loss.ANSWERS)
     tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = TEMPLATE.replace("m.content", "m.content | upper")
-    with pytest.raises(DataError, match="template changes the text"):
+    tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }} " * 2)
+    with pytest.raises(DataError, match="template writes an answer in several places"):
         answer_rows(read_examples(data, tokenizer), tokenizer, 64)
     (tmp_path / "text.txt").write_text(tiny.text(100))
     how: dict[str, Any] = {"loss": "answers", "seq_len": 64}

@@ -9,6 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.batches import masked
 from headprune.data.read import Examples, read_examples
-from headprune.data.sequences import packed_sequences
+from headprune.data.sequences import windows
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
@@ -41,7 +42,8 @@ FAST = {"seq_len": 16, "resamples": 200, "speed": False}
 
 def sequences_of(path: Path, seq_len: int = 16, count: int = 7) -> Dataset:
     examples = read_examples(DataConfig(source=str(path)))
-    return packed_sequences(examples, tiny.tokenizer(), seq_len).select(range(count))
+    rows, _ = windows(examples, tiny.tokenizer(), seq_len, measured=True)
+    return rows.select(range(count))
 
 
 def test_causal_losses_are_those_of_the_model(text_file: Path) -> None:
@@ -54,8 +56,8 @@ def test_causal_losses_are_those_of_the_model(text_file: Path) -> None:
     np.testing.assert_allclose(losses.nll_nats, wanted, rtol=1e-5)
     assert np.abs(losses.nll_nats - shifted).min() > 1e-2  # the comparison can fail
     assert losses.tokens.tolist() == [15] * 7
-    decoded = tiny.tokenizer().decode(ids[0, 1:])
-    assert losses.utf8_bytes[0] == len(decoded.encode())
+    words = tiny.tokenizer().convert_ids_to_tokens(ids[0, 1:].tolist())
+    assert losses.utf8_bytes[0] == sum(len(f" {word}") for word in words)
 
 
 def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path: Path) -> None:
@@ -65,14 +67,16 @@ def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path
     assert tokenizer.eos_token_id in rows[0]["input_ids"][1:]
     losses = quality.causal_losses(tiny.model("llama-gqa"), rows, tokenizer, batch_size=3)
     for row, size in zip(rows["input_ids"], losses.utf8_bytes, strict=True):
-        text = [i for i in row[1:] if i not in tokenizer.all_special_ids]
-        assert size == len(tokenizer.decode(text).encode())
+        words = [word for word in pairwise(tokenizer.decode(row).split()) if word[1] != "</s>"]
+        # no space stands before a document
+        assert size == sum(len(word) + (before != "</s>") for before, word in words)
     path = tmp_path / "text.txt"
-    path.write_text("w1 unheard words of " + tiny.text(40))
+    path.write_text("w1 unheard words öf " + tiny.text(40))
     rows = sequences_of(path, count=1)
     losses = quality.causal_losses(tiny.model("llama-gqa"), rows, tokenizer, batch_size=1)
     assert tokenizer.unk_token_id in rows[0]["input_ids"][1:]  # it stands for text
-    assert losses.utf8_bytes[0] == len(tokenizer.decode(rows[0]["input_ids"][1:]).encode())
+    words = path.read_text().split()[1:16]
+    assert losses.utf8_bytes[0] == sum(len(f" {word}".encode()) for word in words)
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])

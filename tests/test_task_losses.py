@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 import headprune
@@ -18,9 +22,10 @@ from headprune.compression.heldout import MEASURES
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.batches import label_reader
 from headprune.data.read import read_examples
+from headprune.data.text import Sequences
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation.evaluate import evaluate
-from headprune.evidence.losses import example_losses
+from headprune.evidence.losses import example_losses, mean_loss
 from headprune.model.batch import task_of
 from headprune.model.embedding import head_of
 from headprune.model.losses import divergence
@@ -74,6 +79,43 @@ def test_the_loss_of_an_example_is_the_loss_of_its_model(
             torch.testing.assert_close(losses[row], own)
         others = {**BATCH, "labels": labels.roll(1, 0)}
         assert not torch.allclose(losses, example_losses(model, task_of(model), others))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_mean_loss_is_that_of_all_tokens_in_batches_of_any_size(
+    labelled: bool, dtype: torch.dtype
+) -> None:
+    model, draw = tiny.model("llama-gqa").to(dtype), torch.Generator().manual_seed(0)
+    sizes = (9, 3, 14, 2, 8, 5, 11)
+    rows = [torch.randint(5, tiny.VOCAB, (size,), generator=draw).tolist() for size in sizes]
+    some = [[-100 if labelled and n % 3 == 1 else i for n, i in enumerate(row)] for row in rows]
+    some[3] = rows[3]  # a short one has a token to score
+
+    def collate(features: list[dict[str, Any]]) -> Any:
+        columns = {"input_ids": 1, "attention_mask": 0, **({"labels": -100} if labelled else {})}
+        padded = {
+            name: pad_sequence([torch.tensor(one[name]) for one in features], True, value)
+            for name, value in columns.items()
+        }
+        return {**padded, "use_cache": False}
+
+    columns = {"input_ids": rows, "attention_mask": [[1] * size for size in sizes], "labels": some}
+    text = Sequences(Dataset.from_dict(columns), collate)
+    total, count, means = 0.0, 0, list[float]()
+    for ids, labels in zip(rows, some, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1].float()
+        loss = float(F.cross_entropy(logits, torch.tensor(labels[1:]), reduction="sum"))
+        scored = sum(label != -100 for label in labels[1:])
+        total, count, means = total + loss, count + scored, [*means, loss / scored]
+    exact = 1e-5 if dtype is torch.float32 else 2e-3  # bfloat16 rounds by the shape of a batch
+    for size in (1, 2, 3, 7):
+        assert mean_loss(model, replace(text, batch_size=size)) == pytest.approx(
+            total / count, rel=exact
+        )
+    of_rows = sum(means) / len(means)
+    assert of_rows != pytest.approx(total / count, rel=3 * exact)
 
 
 def pair(name: str, **settings: Any) -> tuple[PreTrainedModel, Any, Any]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import warnings
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import pytest
 import torch
 
+import headprune
 from headprune import packages
 from headprune.config import CheckConfig, DataConfig, EvaluateConfig
-from headprune.errors import HeadpruneError
+from headprune.errors import HeadpruneError, HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.report import Report
 from headprune.evaluation.tasks import refuse_tasks
 from headprune.regression.check import check
 from tests import tiny
@@ -81,6 +86,42 @@ def test_scores_are_those_of_the_model(
     assert gap.interval.low < gap.interval.estimate < gap.interval.high
     assert "lm_eval" in report.provenance.versions
     assert report.provenance.settings["tasks"] == [str(task_file)]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("key", ["acc,none", "acc_stderr,none"])
+def test_a_score_that_is_no_number_leaves_a_report_that_can_be_read(
+    key: str,
+    number: float,
+    task_file: Path,
+    llama_folder: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = lm_eval.simple_evaluate
+
+    def broken(*given: Any, **settings: Any) -> Any:
+        results = run(*given, **settings)
+        assert results is not None
+        results["results"]["tiny_choice"][key] = number
+        return results
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", broken)
+    config = EvaluateConfig(**FAST, tasks=str(task_file))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        report = evaluate(llama_folder, DataConfig(source=str(text_file)), config)
+    told = [str(one.message) for one in said if one.category is HeadpruneWarning]
+    report.write(tmp_path / "report.json")
+    content = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    names = [one["name"] for one in content["model"]["metrics"]]
+    assert ("tiny_choice:acc" in names) == (key != "acc,none")
+    assert any(f"tiny_choice: acc is {number} on 12 examples" in one for one in told) == (
+        key == "acc,none"
+    )
+    headprune.report([tmp_path / "report.json"], tmp_path / "page.html")
+    assert Report.model_validate_json((tmp_path / "report.json").read_text()) == report
 
 
 def test_scores_can_be_limited(task_file: Path, llama_folder: Path, text_file: Path) -> None:

@@ -17,7 +17,7 @@ from headprune import packages
 from headprune.config import CheckConfig, DataConfig, EvaluateConfig
 from headprune.config.stages import WRITTEN
 from headprune.context import Allowed
-from headprune.errors import DataError, HeadpruneError
+from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import METRICS, Samples
 from headprune.evaluation.written import COUNTED, refuse_metrics, scores, write
@@ -176,6 +176,9 @@ def test_a_module_of_evaluate_is_read_where_code_may_run(
     refuse_metrics([str(module)], Allowed(trust_remote_code=True))
     columns, (number,) = scores([str(module)], WRITES, REFERENCES)
     assert not columns and (number.name, number.value, number.n) == ("longest:longest", 26, 4)
+    module.write_text(MODULE.replace('"named": "text"', '"named": float("nan")'))
+    with pytest.warns(HeadpruneWarning, match="longest: named is nan on 4 examples, and is left"):
+        assert [one.name for one in scores([str(module)], WRITES, REFERENCES)[1]] == [number.name]
     module.write_text(MODULE.replace("max(map(len, predictions))", "1 / 0"))
     with pytest.raises(HeadpruneError, match="could not be computed: (float )?division by zero"):
         scores([str(module)], WRITES, REFERENCES)

@@ -26,6 +26,7 @@ from headprune.data.columns import label_texts
 from headprune.data.images import media_table
 from headprune.data.sequences import Label
 from headprune.data.text import Collate, evenly
+from headprune.data.tokens import BYTES, TextBytes
 from headprune.errors import DataError
 from headprune.model.batch import Batch, SpeechProcessor, decoder_inputs, most_tokens
 from headprune.packages import refuse_missing
@@ -153,23 +154,34 @@ def recording_rows(
     processor: SpeechProcessor,
     read_label: Callable[[str], Label] | None = None,
 ) -> Dataset:
-    """Return a row per recording: its number once per position, and its label or transcript."""
+    """Return a row per recording: its number once per position, and its label or transcript.
+
+    A transcript comes with the bytes of its tokens.
+    """
     count, rate = len(recordings.table), processor.feature_extractor.sampling_rate
     if net.main_input_name == "input_values" and hasattr(net, "_get_feat_extract_output_lengths"):
         samples = [len(recordings.sound(number, rate)) for number in range(count)]
         positions = [max(1, int(net._get_feat_extract_output_lengths(many))) for many in samples]
     else:
         positions = [getattr(net.config, "max_source_positions", None) or _POSITIONS] * count
+    columns: dict[str, Any] = {}
     if read_label is not None:
         labels: Any = [read_label(label) for label in recordings.labels or ()]
     else:
         first = getattr(net.config, "decoder_start_token_id", None)
         most = most_tokens(net, sides=["decoder"]) if net.config.is_encoder_decoder else None
-        cut = {"truncation": most is not None, "max_length": most, "verbose": False}
-        labels = processor.tokenizer(recordings.transcripts, **cut)["input_ids"]
-        labels = [ids[1:] if ids[:1] == [first] else ids for ids in labels]
-    numbers = [[number] * many for number, many in enumerate(positions)]
-    return Dataset.from_dict({"input_ids": numbers, "labels": labels})
+        how = {"truncation": most is not None, "max_length": most, "verbose": False}
+        said = list(recordings.transcripts)
+        labels = processor.tokenizer(said, **how)["input_ids"]
+        sizes = TextBytes(processor.tokenizer).of_rows(said, labels, text=said, **how)
+        starts = [int(ids[:1] == [first]) for ids in labels]
+        labels = [ids[start:] for ids, start in zip(labels, starts, strict=True)]
+        columns[BYTES] = [row[start:] for row, start in zip(sizes, starts, strict=True)]
+    columns |= {
+        "input_ids": [[number] * many for number, many in enumerate(positions)],
+        "labels": labels,
+    }
+    return Dataset.from_dict(columns)
 
 
 def features_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,12 @@ from datasets import ClassLabel, Dataset
 from numpy.typing import NDArray
 
 from headprune.config import DataConfig
+from headprune.data.chats import holds_chats
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.registry import did_you_mean
 
 _MOST_WORDS = 3  # of the name of a column
 _AT_ONCE = 1000  # rows
-_CALLED = {"from": "role", "value": "content"}  # keys of ShareGPT
-_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
@@ -80,66 +79,9 @@ def _refuse_missing_column(column: str, table: Dataset, option: str, source: str
         )
 
 
-def holds_chats(table: Dataset, column: str) -> bool:
-    """Return whether a column holds lists of messages."""
-    message = getattr(table.features[column], "feature", None)
-    return isinstance(message, dict) and bool({"content", "value"} & message.keys())
-
-
 def holds_words(table: Dataset, column: str) -> bool:
     """Return whether a column holds lists of words."""
     return getattr(getattr(table.features[column], "feature", None), "dtype", None) == "string"
-
-
-def chat_text(messages: Sequence[Mapping[str, Any]], tokenizer: Any, source: str) -> str:
-    """Return a chat as text, by the template of a tokenizer.
-
-    Messages have ``role`` and ``content``, or ``from`` and ``value`` as of ShareGPT.
-
-    Raises:
-        DataError: If there is no template, or it takes no such messages.
-    """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise DataError(
-            f"'{source}' holds chats, and the tokenizer has no chat template. Give one of a model "
-            "that chats, or write each chat as one text."
-        )
-    try:
-        text: str = tokenizer.apply_chat_template(_chat(messages), tokenize=False)
-    except Exception as error:  # a template raises errors of its own
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"'{source}': the chat template takes no such messages: {first}") from None
-    return text
-
-
-def answer_places(messages: Sequence[Mapping[str, Any]], text: str, source: str) -> str:
-    """Return the places of the assistant's answers in a chat's text, as JSON.
-
-    Raises:
-        DataError: If there is none, or the template changes one.
-    """
-    places, at = [], 0
-    for message in _chat(messages):
-        said = str(message.get("content", "")).strip()
-        start = text.find(said, at)
-        if start < 0:
-            raise DataError(
-                f"'{source}': the chat template changes the text of a message, so the answers "
-                "cannot be told from the rest. Leave out --loss answers."
-            )
-        at = start + len(said)
-        if message.get("role") == "assistant" and said:
-            places.append((start, at))
-    if not places:
-        raise DataError(f"'{source}' has a chat without an answer. Leave it out.")
-    return json.dumps(places)
-
-
-def _chat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {_CALLED.get(key, key): _ROLES.get(value, value) for key, value in each.items() if value}
-        for each in messages
-    ]
 
 
 def _is_no_name(column: str) -> bool:

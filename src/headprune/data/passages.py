@@ -61,6 +61,8 @@ def prompt_of(tokenizer: Any, context: str, answer: str, before: Sequence[int] =
     """Return a context and, after a space, its answer, in tokens; ``before`` precede them."""
     texts = [context, f"{context} {answer}"]
     alone, ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    if ids[: len(before)] == [*before]:  # a chat begins so itself
+        before = ()
     same = takewhile(lambda pair: pair[0] == pair[1], zip(alone, ids, strict=False))
     return Prompt([*before, *ids], len(before) + sum(1 for _ in same))
 

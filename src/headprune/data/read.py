@@ -25,14 +25,8 @@ from datasets import Dataset
 
 from headprune.config import DataConfig
 from headprune.config.data import BUILDERS, Loss, refuse_missing_file, suffix
-from headprune.data.columns import (
-    answer_places,
-    chat_text,
-    holds_chats,
-    label_texts,
-    text_columns,
-    without_nulls,
-)
+from headprune.data.chats import answer_places, chat_text, holds_chats
+from headprune.data.columns import label_texts, text_columns, without_nulls
 from headprune.data.text import evenly
 from headprune.errors import DataError
 from headprune.io import hub
@@ -147,8 +141,8 @@ class _Rows(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            for batch in self.table.with_format("arrow").iter(_AT_ONCE):
-                yield from self.convert(batch.to_pydict())
+            for batch in self.table.with_format(None).iter(_AT_ONCE):  # decodes JSON in cells
+                yield from self.convert(batch)
         except UnicodeDecodeError as error:
             raise DataError(
                 f"'{self.source}' is not readable as UTF-8 text ({error.reason}). Save it as UTF-8."
@@ -197,8 +191,7 @@ def read_examples(data: DataConfig, tokenizer: Any = None) -> Examples:
                     f"--loss answers is of chats, and '{data.source}' holds none: give rows of "
                     "messages with role and content."
                 )
-            rows = zip(batch[columns[0]], of_column(batch[columns[0]], columns[0]), strict=True)
-            return [answer_places(chat, text, data.source) for chat, text in rows]
+            return [answer_places(chat, tokenizer, data.source) for chat in batch[columns[0]]]
 
         def texts(batch: dict[str, list[Any]]) -> list[Any]:
             return list(zip(*(of_column(batch[c], c) for c in columns), strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 
 from headprune.data.read import Examples
 from headprune.data.text import evenly
-from headprune.data.tokens import Ids, Seen, around, token_ids
-from headprune.errors import DataError
+from headprune.data.tokens import BYTES, Seen, TextBytes, around, tokens_of
+from headprune.errors import DataError, HeadpruneWarning
 
 Label = int | float | list[float] | list[int]
 _ROWS_AT_ONCE = 1000  # to tokenize
@@ -39,7 +40,7 @@ def packed_sequences(
     return windows(examples, tokenizer, seq_len, need, closed, vocabulary)[0]
 
 
-def windows(
+def windows(  # noqa: PLR0913  # text, amounts, and what to count
     examples: Examples,
     tokenizer: Any,
     seq_len: int,
@@ -47,11 +48,13 @@ def windows(
     closed: bool = False,
     vocabulary: int | None = None,
     most: int | None = None,
+    measured: bool = False,
 ) -> tuple[Dataset, NDArray[np.int64]]:
     """Pack all documents into sequences of exactly ``seq_len`` tokens; drop the rest.
 
-    Every sequence begins as the tokenizer begins a text, such as with BOS. A document ends as the
-    tokenizer ends it; a row of a table may end with the end-of-sequence token instead.
+    Every sequence begins as the tokenizer begins a text, such as with BOS; a document that begins
+    so, such as a chat, loses that. A document ends as the tokenizer ends it; a row of a table may
+    end with the end-of-sequence token instead, unless it has one there.
 
     Args:
         examples: The documents.
@@ -62,6 +65,7 @@ def windows(
         vocabulary: Tokens that the model has embeddings for; None without a model.
         most: Sequences to take, evenly over the text (at least its first two million tokens);
             None for all.
+        measured: Add the bytes of text of every token (``data.tokens.TextBytes``).
 
     Returns:
         Rows of ``input_ids`` and ``attention_mask``, both of length ``seq_len``, and the number of
@@ -84,13 +88,17 @@ def windows(
     seen, packer = Seen(tokenizer, vocabulary), _Packer(before, after, inner)
     first = list[int]()  # token of every document
 
-    def stream() -> Iterator[Ids]:
+    def stream() -> Iterator[NDArray[Any]]:
         for document in examples.documents():
             first.append(packer.tokens)
-            for ids in token_ids(document, tokenizer):
-                seen.add(ids)
-                yield ids
-            yield np.array(end, dtype=np.int32)
+            last, parts = np.empty(0), tokens_of(document, tokenizer, measured)
+            for number, tokens in enumerate(parts):
+                seen.add(tokens[0])
+                begins = number == 0 and tokens[0, : len(before)].tolist() == before
+                yield tokens[:, len(before) * begins :]
+                last = tokens[0, -2:]  # a template may write a line break after the end
+            if not np.isin(end, last).any():
+                yield np.array([end, [0] * len(end)][: 1 + measured])
 
     rows = stored(packer.sequences(stream(), most and max(_FAR // inner, _WIDE * most)))
     seen.refuse(examples.strings(), also={*before, *end, *after})
@@ -114,30 +122,40 @@ class _Packer:
         self.inner = inner
         self.tokens = 0
 
-    def sequences(self, stream: Iterable[Ids], most: int | None) -> Iterator[dict[str, Any]]:
-        """Yield columns of shape (sequences, length), of at most ``most`` sequences in all."""
-        waiting: list[Ids] = []
+    def sequences(
+        self, stream: Iterable[NDArray[Any]], most: int | None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield columns of shape (sequences, length), of at most ``most`` sequences in all.
+
+        The stream has ids, shape (1, tokens), or ids and bytes, shape (2, tokens).
+        """
+        waiting: list[NDArray[Any]] = []
         held = done = 0
-        for ids in stream:
-            self.tokens += len(ids)
-            waiting.append(ids)
-            held += len(ids)
+        for tokens in stream:
+            self.tokens += tokens.shape[1]
+            waiting.append(tokens)
+            held += tokens.shape[1]
             count = held // self.inner if most is None else min(held // self.inner, most - done)
             if count and (held >= _AT_ONCE or done + count == most):
-                joined = np.concatenate(waiting)
-                yield self._wrapped(joined[: count * self.inner])
-                waiting = [joined[count * self.inner :]]
-                held, done = len(waiting[0]), done + count
+                joined = np.concatenate(waiting, axis=1)
+                yield self._wrapped(joined[:, : count * self.inner])
+                waiting = [joined[:, count * self.inner :]]
+                held, done = waiting[0].shape[1], done + count
             if done == most:
                 return
         if held >= self.inner:
-            yield self._wrapped(np.concatenate(waiting)[: held // self.inner * self.inner])
+            joined = np.concatenate(waiting, axis=1)
+            yield self._wrapped(joined[:, : held // self.inner * self.inner])
 
-    def _wrapped(self, ids: Ids) -> dict[str, Any]:
-        rows = ids.reshape(-1, self.inner)
-        before, after = (np.tile(side, (len(rows), 1)) for side in (self.before, self.after))
-        whole = np.concatenate([before, rows, after], axis=1)
-        return {"input_ids": whole, "attention_mask": np.ones(whole.shape, np.int8)}
+    def _wrapped(self, tokens: NDArray[Any]) -> dict[str, Any]:
+        ids, *sizes = tokens.reshape(len(tokens), -1, self.inner)
+        before, after = (np.tile(side, (len(ids), 1)) for side in (self.before, self.after))
+        whole = np.concatenate([before, ids.astype(np.int32), after], axis=1)
+        columns = {"input_ids": whole, "attention_mask": np.ones(whole.shape, np.int8)}
+        for of_text in sizes:
+            around = (np.zeros_like(before), of_text, np.zeros_like(after))
+            columns[BYTES] = np.concatenate(around, axis=1).astype(np.float32)
+        return columns
 
 
 def tokenized_rows(
@@ -150,6 +168,8 @@ def tokenized_rows(
     prompt: str = "",
 ) -> Dataset:
     """Tokenize every example on its own, cut off at ``seq_len`` and without padding.
+
+    A text that begins as the tokenizer begins texts, such as a chat with BOS, begins so once.
 
     ``read_label`` (see ``label_reader``) adds a column ``labels``. The tokenizer joins pairs;
     ``apart`` makes two rows of each. ``prompt`` stands before every text.
@@ -166,6 +186,7 @@ def tokenized_rows(
         for texts in _batched(singles if apart else examples.texts):
             columns = [[prompt + text for text in column] for column in zip(*texts, strict=True)]
             rows = dict(tokenizer(*columns, truncation=True, max_length=seq_len, verbose=False))
+            _begin_once(rows, tokenizer)
             refuse_empty(map(len, rows["input_ids"]), done)
             seen.add_rows(rows["input_ids"])
             if examples.labels is not None and read_label is not None:
@@ -176,6 +197,15 @@ def tokenized_rows(
     rows = stored(parts())
     seen.refuse(examples.strings())
     return rows
+
+
+def _begin_once(rows: dict[str, Any], tokenizer: Any) -> None:
+    """Leave out the special token before a text that has it itself."""
+    begins = ([tokenizer.bos_token_id] * 2, [tokenizer.cls_token_id] * 2)
+    for number, ids in enumerate(rows["input_ids"]):
+        if ids[:2] in begins:
+            for column in rows.values():
+                column[number] = column[number][1:]
 
 
 def tagged_rows(
@@ -235,53 +265,84 @@ def _at_first_tokens(
 
 
 def answer_rows(
-    examples: Examples, tokenizer: Any, seq_len: int, vocabulary: int | None = None
+    examples: Examples,
+    tokenizer: Any,
+    seq_len: int,
+    vocabulary: int | None = None,
+    measured: bool = False,
 ) -> Dataset:
     """Tokenize chats, each cut off at ``seq_len``.
 
     ``labels`` has the tokens of answers, with the one that ends each, and -100 elsewhere. Chats
-    whose answers are all cut off are left out.
+    whose answers are all cut off are left out, with a warning. ``measured`` is as for ``windows``.
 
     Raises:
-        DataError: If the examples are no chats, or the tokenizer does not say where tokens stand.
+        DataError: If the examples are no chats, all answers are cut off, or the tokenizer does not
+            say where tokens stand.
     """
     _refuse_slow(tokenizer, "Answers")
     if examples.labels is None:
         raise DataError("--loss answers is of chats: give rows of messages with role and content.")
     seen, places = Seen(tokenizer, vocabulary), iter(examples.labels)
+    sizes, lost = TextBytes(tokenizer), 0
 
     def parts() -> Iterator[dict[str, Any]]:
+        nonlocal lost
         for batch in _batched(examples.texts):
             options = {"truncation": True, "max_length": seq_len, "verbose": False}
+            texts = [text for (text,) in batch]
             rows = tokenizer(
-                [text for (text,) in batch],
+                texts,
                 return_offsets_mapping=True,
                 add_special_tokens=False,  # the template has them
                 **options,
             )
             offsets = rows.pop("offset_mapping")
             seen.add_rows(rows["input_ids"])
-            labels = [
+            rows["labels"] = [
                 _of_answers(ids, at, json.loads(next(places)))
                 for ids, at in zip(rows["input_ids"], offsets, strict=True)
             ]
-            kept = [n for n, row in enumerate(labels) if any(label != -100 for label in row)]
-            columns = {**rows, "labels": labels}
+            if measured:
+                counted = map(sizes.of, texts, rows["input_ids"], offsets)
+                rows[BYTES] = [row.tolist() for row in counted]
+            # nothing stands before the first token that could predict it
+            kept = [n for n, row in enumerate(rows["labels"]) if {*row[1:]} - {-100}]
+            lost += len(batch) - len(kept)
             if kept:
-                yield {name: [column[n] for n in kept] for name, column in columns.items()}
+                yield {name: [column[n] for n in kept] for name, column in rows.items()}
 
     rows = stored(parts())
     seen.refuse(examples.strings())
+    if lost and not len(rows):
+        raise DataError(
+            f"No answer of {lost:,} chats begins within {seq_len:,} tokens. Give a larger "
+            "--seq-len, or shorter chats."
+        )
+    if lost:
+        warnings.warn(
+            f"The answers of {lost:,} of {lost + len(rows):,} chats are cut off at {seq_len:,} "
+            "tokens; these chats are left out. A larger --seq-len keeps them.",
+            HeadpruneWarning,
+            stacklevel=2,
+        )
     return rows
 
 
 def _of_answers(
-    ids: Sequence[int], offsets: Sequence[tuple[int, int]], places: Sequence[Sequence[int]]
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    places: Sequence[Sequence[int]],
 ) -> list[int]:
-    """Return the tokens in some places of a text and the next one after each, else -100."""
-    inside = [any(a < end and start < b for a, b in places) for start, end in offsets]
-    counts = [here or before for here, before in zip(inside, [False, *inside], strict=False)]
-    return [token if counted else -100 for token, counted in zip(ids, counts, strict=True)]
+    """Return the tokens in some places of a text, and those that end them, else -100."""
+    starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+    counts = np.zeros(len(ids), bool)
+    for start, end, closes in places:
+        counts |= (starts < end) & (ends > start)
+        after = int(np.searchsorted(starts, end))
+        if closes and after < len(ids) and (after or starts[0] == end):
+            counts[after] = True
+    return np.where(counts, ids, -100).tolist()
 
 
 def _refuse_slow(tokenizer: Any, what: str) -> None:
@@ -298,13 +359,15 @@ def translation_rows(
     seq_len: int,
     vocabulary: int | None = None,
     of_decoder: int | None = None,
+    measured: bool = False,
 ) -> Dataset:
     """Tokenize pairs of source and target text, each cut off at ``seq_len``.
 
     A target also ends after ``of_decoder`` tokens, where the decoder takes fewer.
 
     Returns:
-        Rows of ``input_ids``, ``attention_mask`` and ``labels``, of unequal length.
+        Rows of ``input_ids``, ``attention_mask`` and ``labels``, of unequal length; ``measured``
+        adds the bytes of the labels.
 
     Raises:
         DataError: If an example is not a pair, or the text is not readable.
@@ -322,9 +385,11 @@ def translation_rows(
             sources, targets = (list(column) for column in zip(*texts, strict=True))
             options = {"truncation": True, "verbose": False}
             rows = dict(tokenizer(sources, max_length=seq_len, **options))
-            longest = min(seq_len, of_decoder or seq_len)
-            of_targets = tokenizer(text_target=targets, max_length=longest, **options)
-            rows["labels"] = of_targets["input_ids"]
+            options["max_length"] = min(seq_len, of_decoder or seq_len)
+            rows["labels"] = tokenizer(text_target=targets, **options)["input_ids"]
+            if measured:
+                how = {"text_target": targets, **options}
+                rows[BYTES] = TextBytes(tokenizer).of_rows(targets, rows["labels"], **how)
             for name, of_column in seen.items():
                 refuse_empty(map(len, rows[name]), done)
                 of_column.add_rows(rows[name])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from headprune.errors import DataError
 
 Ids = NDArray[np.int32]
+BYTES = "utf8_bytes"  # column of the text behind every token
 WHOLE = 1 << 22  # characters to tokenize together
 _CUTS = ("\n\n", "\n\r\n", "\n")  # blank lines, else the end of a line
 _FITTING = "Give text in a language of the model, or the tokenizer that it was trained with."
@@ -57,6 +58,19 @@ def token_ids(text: Iterable[str], tokenizer: Any, most: int = WHOLE) -> Iterato
         yield np.asarray(_encoded(part, tokenizer), dtype=np.int32)
 
 
+def tokens_of(text: Iterable[str], tokenizer: Any, measured: bool) -> Iterator[NDArray[Any]]:
+    """Yield the same, shape (1, tokens); or ``measured``, with a row of their bytes below."""
+    if not measured:
+        yield from (ids[None] for ids in token_ids(text, tokenizer))
+        return
+    sizes = TextBytes(tokenizer)
+    for part in slices(text):
+        offsets, how = tokenizer.is_fast, {"add_special_tokens": False, "verbose": False}
+        rows = tokenizer(part, return_offsets_mapping=offsets, **how)
+        ids = rows["input_ids"]
+        yield np.array([ids, sizes.of(part, ids, rows.get("offset_mapping"))])
+
+
 def slices(text: Iterable[str], most: int = WHOLE) -> Iterator[str]:
     """Yield a text as a whole, or one longer than ``most`` in parts of about that size.
 
@@ -92,6 +106,50 @@ def _end(text: str, start: int, most: int) -> int:
 def _encoded(text: str, tokenizer: Any) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
+
+
+class TextBytes:
+    """Counts the bytes of a text, in UTF-8, that each of its tokens stands for.
+
+    A token stands for the text from the end of the token before it. Tokens within one character
+    share it, as long as they are. Special tokens stand for none, but an unknown one for its text. A
+    slow tokenizer does not say where its tokens stand: these share the whole text.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        names = ("bos", "eos", "pad", "sep", "cls", "mask")
+        ids = (getattr(tokenizer, f"{name}_token_id", None) for name in names)
+        self._names = [number for number in ids if number is not None]
+
+    def of(
+        self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]] | None
+    ) -> NDArray[np.float64]:
+        """Return the bytes of every token."""
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        sizes = 1 + sum((codes > last).astype(np.int64) for last in (0x7F, 0x7FF, 0xFFFF))
+        before = np.concatenate([[0], np.cumsum(sizes)])  # of every character
+        told = ~np.isin(ids, self._names)
+        if offsets is None:
+            return told * before[-1] / max(told.sum(), 1)
+        starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
+        through = np.maximum.accumulate(ends)
+        first = starts[:1] if text[: max(starts[:1], default=0)].strip() else [0]  # cut on the left
+        after = np.concatenate([first, through])[: len(ids)].astype(np.int64)
+        run = np.cumsum(~((starts < after) & (ends > starts)))  # tokens that share a character
+        lengths = np.array([len(t) for t in self._tokenizer.convert_ids_to_tokens(list(ids))])
+        own = np.bincount(run, before[through] - before[after])
+        return told * (own / np.maximum(np.bincount(run, lengths), 1))[run] * lengths
+
+    def of_rows(
+        self, texts: Sequence[str], rows: Sequence[Sequence[int]], **tokenized: Any
+    ) -> list[list[float]]:
+        """Return the bytes of every token of texts that were ``tokenized`` with such arguments."""
+        offsets: Any = [None] * len(rows)
+        if self._tokenizer.is_fast:
+            how = {"return_offsets_mapping": True, "verbose": False, **tokenized}
+            offsets = self._tokenizer(**how)["offset_mapping"]
+        return [self.of(*row).tolist() for row in zip(texts, rows, offsets, strict=True)]
 
 
 class Seen:

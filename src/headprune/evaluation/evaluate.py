@@ -217,8 +217,6 @@ def _columns(
     """Return the columns of a model on a domain; embeddings are added to ``vectors``."""
     task, size = task_of(net), config.batch_size
     rows, tokenizer = domain.rows, loaded.tokenizer
-    if domain.data.loss is Loss.ANSWERS:
-        return quality.answer_losses(net, rows, tokenizer, size, progress)._asdict()
     if task == "causal-lm":
         return _generated(net, domain, tokenizer, config, progress)
     if task == "ctc":  # its text says it all
@@ -271,8 +269,11 @@ def _generated(
 ) -> dict[str, Floats]:
     """Return the columns of a causal language model."""
     words, size, rows = RecalledWords(WordMarks(tokenizer)), config.batch_size, domain.rows
-    columns = quality.causal_losses(net, rows, tokenizer, size, progress, words)._asdict()
-    columns |= words.columns()
+    if domain.data.loss is Loss.ALL:  # rows of one length
+        columns = quality.causal_losses(net, rows, tokenizer, size, progress, words)._asdict()
+        columns |= words.columns()
+    else:
+        columns = quality.answer_losses(net, rows, tokenizer, size, progress)._asdict()
 
     def later(done: int, total: int) -> None:
         progress(len(rows) + done, total)

@@ -143,13 +143,12 @@ class Loaded:
 
     def _read(self, domain: LoadedDomain) -> tuple[str, ...]:
         task = task_of(self.nets[0])
-        if domain.data.loss is Loss.ANSWERS:
-            return TokenLosses._fields
         if task == "causal-lm":
             words = WORDS if WordMarks(self.tokenizer).any else ()
             main = () if domain.name else probes.NEEDLES
             of_two = probes.PASSAGE_WORDS if len(self.nets) == 2 else ()
-            return (*TokenLosses._fields, *probes.LAST_WORDS, *of_two, *main, *words)
+            of_windows = words if domain.data.loss is Loss.ALL else ()
+            return (*TokenLosses._fields, *probes.LAST_WORDS, *of_two, *main, *of_windows)
         if task in LANGUAGE_MODELS:
             return TokenLosses._fields
         if task in _COLUMNS:
@@ -280,10 +279,7 @@ def _domain(
         sound = recording_rows(heard, nets[0], tokenizer, read_label)
         said = tuple(heard.transcripts) if config.metrics else ()
         return LoadedDomain(name, data, heard, sound, references=said)
-    if data.loss is Loss.ANSWERS:
-        known, chats = vocabulary_of(nets[0]), examples.spread(config.max_windows)
-        return LoadedDomain(name, data, examples, answer_rows(chats, tokenizer, seq_len, known))
-    rows, documents = _rows(nets[0], tokenizer, examples, seq_len, config.max_windows)
+    rows, documents = _rows(nets[0], tokenizer, examples, seq_len, config.max_windows, data.loss)
     words: tuple[LastWord, ...] = ()
     of_passage: tuple[PassageWord, ...] = ()
     needles: tuple[Needle, ...] = ()
@@ -305,22 +301,30 @@ def _domain(
 
 
 def _rows(
-    net: PreTrainedModel, tokenizer: Any, examples: Examples, seq_len: int, most: int | None
+    net: PreTrainedModel,
+    tokenizer: Any,
+    examples: Examples,
+    seq_len: int,
+    most: int | None,
+    loss: Loss,
 ) -> tuple[Dataset, Numbers | None]:
     """Return windows for language models, for the others a row per text or sentence, two per pair.
 
-    With the documents that windows begin in.
+    With the documents that windows begin in. Where answers count, there is a row per chat.
     """
     task, known = task_of(net), vocabulary_of(net)
+    if loss is Loss.ANSWERS:
+        return answer_rows(examples.spread(most), tokenizer, seq_len, known, measured=True), None
     if task == "masked-lm":
         refuse_beyond([tokenizer.mask_token_id], tokenizer, known)
     if task in _PACKED:
         closed = task == "masked-lm"
-        return windows(examples, tokenizer, seq_len, closed=closed, vocabulary=known, most=most)
+        how = {"closed": closed, "vocabulary": known, "most": most, "measured": True}
+        return windows(examples, tokenizer, seq_len, **how)
     if task == "seq2seq-lm":
         of_decoder = most_tokens(net, sides=["decoder"])
         some = examples.spread(most)
-        return translation_rows(some, tokenizer, seq_len, known, of_decoder), None
+        return translation_rows(some, tokenizer, seq_len, known, of_decoder, True), None
     if task == "token-classification":
         some = examples.spread(most)
         return tagged_rows(some, tokenizer, seq_len, tag_reader(net), known), None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import compress, repeat
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from headprune.data.batches import masked, pairs_of
 from headprune.data.sequences import refuse_empty
 from headprune.data.text import Collate, lengths
-from headprune.data.tokens import around
+from headprune.data.tokens import BYTES, around
 from headprune.errors import DataError
 from headprune.evaluation.recall import RecalledWords
 from headprune.model.batch import Batch, own_padding_id, padded, padding_id, without_labels
@@ -58,7 +59,7 @@ def causal_losses(
     Args:
         model: A causal language model.
         sequences: Rows of equally long ``input_ids``.
-        tokenizer: Decodes scored tokens, for bits per byte.
+        tokenizer: Its special tokens in front of a text are given.
         batch_size: Windows per forward pass.
         progress: Called with sequences done and sequences in all.
         words: Counts predicted words in the same pass.
@@ -66,7 +67,8 @@ def causal_losses(
     Raises:
         DataError: If a loss is not finite; names the sequence.
     """
-    scores, given = _Scores(tokenizer), max(1, len(around(tokenizer).before))
+    given = max(1, len(around(tokenizer).before))
+    scores = _Scores(sequences, given)
     for ids in _batches(sequences, batch_size, progress):
         logits = model(input_ids=ids.to(input_device(model)), use_cache=False).logits
         logits, labels = logits[:, given - 1 : -1], ids[:, given:]
@@ -90,7 +92,7 @@ def masked_losses(
     Raises:
         DataError: If a loss is not finite; names the sequence.
     """
-    scores = _Scores(tokenizer)
+    scores = _Scores(sequences)
     for ids in _batches(sequences, batch_size, progress):
         hidden, labels = masked(ids, tokenizer, seed)
         scores.add(model(input_ids=hidden.to(input_device(model))).logits, labels)
@@ -113,9 +115,10 @@ def translation_losses(
     Raises:
         DataError: If a loss is not finite; names the row.
     """
-    collate, scores = collate or pairs_of(model, tokenizer), _Scores(tokenizer)
+    collate, scores = collate or pairs_of(model, tokenizer), _Scores(rows)
+    inputs = rows.remove_columns([BYTES] if BYTES in rows.column_names else [])
     for start in range(0, len(rows), batch_size):
-        part = [rows[i] for i in range(start, min(start + batch_size, len(rows)))]
+        part = [inputs[i] for i in range(start, min(start + batch_size, len(rows)))]
         batch = on_device(model, collate(part))
         labels = batch.pop("labels")
         scores.add(model(**batch, use_cache=False).logits, labels)
@@ -136,7 +139,7 @@ def answer_losses(
     Raises:
         DataError: If a loss is not finite; names the row.
     """
-    scores, labels = _Scores(tokenizer), iter(rows["labels"])
+    scores, labels = _Scores(rows, 1), iter(rows["labels"])
     for batch in _padded(model, rows, tokenizer, batch_size, progress):
         logits = model(**batch, use_cache=False).logits[:, :-1]
         some = [torch.tensor(next(labels)) for _ in range(len(logits))]
@@ -241,20 +244,24 @@ def _padded(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield batches without labels, padded on the right, on the model's device."""
     refuse_empty(lengths(rows).tolist())
+    rows = rows.remove_columns([name for name in rows.column_names if name == BYTES])
     collate = partial(padded, padding=padding_id(model.config, tokenizer))
     return _collated(model, rows, collate, size, progress)
 
 
 class _Scores:
-    """Sums of the sequences so far; none of their tokens."""
+    """Sums of the sequences so far; none of their tokens.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        # the names of these are no text; an unknown token stands for some
-        special = ("bos", "eos", "pad", "sep", "cls", "mask")
-        self.unread = {getattr(tokenizer, f"{name}_token_id", None) for name in special}
+    Args:
+        rows: The sequences, perhaps with the bytes of their tokens.
+        given: Tokens of each that are not scored.
+    """
+
+    def __init__(self, rows: Dataset, given: int = 0) -> None:
+        sizes = rows[BYTES] if BYTES in rows.column_names else repeat(())
+        self.sizes = (row[given:] for row in sizes)
         self.nll: list[Tensor] = []
-        self.counts: list[tuple[int, int]] = []  # tokens and bytes of every sequence
+        self.counts: list[tuple[int, float]] = []  # tokens and bytes of every sequence
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Add sequences; a label of -100 is not scored."""
@@ -262,10 +269,8 @@ class _Scores:
         # row by row: only one row of logits is in float32 at a time
         nll = [F.cross_entropy(row.float(), to, reduction="sum").double() for row, to in rows]
         self.nll.append(torch.stack(nll).cpu())
-        for row in labels.cpu():
-            scored = row[row != -100].tolist()
-            text = self.tokenizer.decode([token for token in scored if token not in self.unread])
-            self.counts.append((len(scored), len(text.encode())))
+        for row, sizes in zip((labels != -100).tolist(), self.sizes, strict=False):
+            self.counts.append((sum(row), sum(compress(sizes, row))))
 
     def losses(self) -> TokenLosses:
         """Return all sequences.

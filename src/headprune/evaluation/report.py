@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 
 from headprune.config import Amount
-from headprune.errors import DataError
+from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.comparison import Interval
 from headprune.evaluation.metrics import label, spec_of
 from headprune.io.folders import digest_of
@@ -59,6 +61,22 @@ class Metric(_Piece):
         return cls(
             name=name, value=value, unit=spec.unit, higher_is_better=spec.higher_is_better, n=n
         )
+
+
+def finite(scores: Iterable[Metric]) -> list[Metric]:
+    """Return the finite scores of a package, and warn of others: JSON has no such number."""
+    kept = list[Metric]()
+    for one in scores:
+        if math.isfinite(one.value):
+            kept.append(one)
+        else:
+            warnings.warn(
+                f"The {label(one.name)} is {one.value} on {one.n} examples, and is left out of the "
+                "report.",
+                HeadpruneWarning,
+                stacklevel=2,
+            )
+    return kept
 
 
 class Provenance(_Piece):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from headprune import devices
 from headprune.config import EvaluateConfig
 from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import Floats
-from headprune.evaluation.report import Metric
+from headprune.evaluation.report import Metric, finite
 from headprune.packages import refuse_missing
 from headprune.registry import did_you_mean
 
@@ -78,7 +79,7 @@ def task_scores(
             f"--tasks {','.join(config.tasks)}: lm-eval could not run them: {first}"
         ) from error
     assert results is not None  # as this process is the first
-    scores = list(_scores(results))
+    scores = finite(_scores(results))
     columns = {one.name: _by_example(results, one.name) for one in scores}
     means = {one.name for one in scores if _is_mean(one.value, columns[one.name])}
     return scores, {name: column for name, column in columns.items() if name in means}
@@ -125,13 +126,14 @@ def _scores(results: Mapping[str, Any]) -> Iterator[Metric]:
             if not comma or score.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             stderr = values.get(f"{score}_stderr,{filtered}")
+            known = isinstance(stderr, int | float) and math.isfinite(stderr)
             yield Metric(
                 name=f"{task}:{score}" + (f",{filtered}" if filtered != "none" else ""),
                 value=float(value),
                 unit="1",
                 higher_is_better=bool(higher.get(score, True)),
                 n=counted or values.get("sample_len", 0),
-                stderr=float(stderr) if isinstance(stderr, int | float) else None,
+                stderr=float(stderr) if known else None,
             )
 
 

@@ -24,7 +24,7 @@ from headprune.data.sequences import refuse_empty
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation.metrics import METRICS, Floats
-from headprune.evaluation.report import Metric
+from headprune.evaluation.report import Metric, finite
 from headprune.model.batch import SpeechProcessor, most_tokens, padded, padding_id
 from headprune.model.generation import generated, minds_padding, search_of
 from headprune.model.placement import on_device
@@ -174,11 +174,11 @@ def _of_module(name: str, written: Sequence[str], references: Sequence[str]) -> 
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise HeadpruneError(f"--metric {name} could not be computed: {first}") from error
     stem = Path(name).stem
-    return [
+    return finite(
         Metric(name=f"{stem}:{key}", value=value, unit="1", higher_is_better=True, n=len(written))
         for key, value in (results or {}).items()
         if isinstance(value, int | float)
-    ]
+    )
 
 
 def write(

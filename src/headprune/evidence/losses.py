@@ -76,12 +76,14 @@ def losses_without(
 
 @torch.no_grad()
 def mean_loss(net: PreTrainedModel, text: Sequences) -> float:
-    """Return the mean loss of a language model over batches of a text, in nats per token."""
-    losses = []
+    """Return the mean loss of a language model over the tokens of a text, in nats."""
+    total = tokens = 0.0
     for batch in text.batches():
         batch.setdefault("labels", batch["input_ids"])
-        losses.append(float(example_losses(net, "causal-lm", batch).mean()))
-    return sum(losses) / len(losses)
+        counts = (_predicted(batch, "causal-lm") != -100).sum(1).double()
+        losses = example_losses(net, "causal-lm", batch).double().cpu()
+        total, tokens = total + float(losses @ counts), tokens + float(counts.sum())
+    return total / tokens
 
 
 def example_losses(
@@ -113,10 +115,7 @@ def example_losses(
         labels = labels.view_as(logits).to(logits)
         loss = F.mse_loss if task == "regression" else F.binary_cross_entropy_with_logits
         return loss(logits, labels, reduction="none").mean(-1)
-    if "attention_mask" in batch and "decoder_input_ids" not in batch:
-        labels = labels.masked_fill(batch["attention_mask"] == 0, -100)
-    if task == "causal-lm":
-        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits, labels = logits[:, :-1] if task == "causal-lm" else logits, _predicted(batch, task)
     scored = labels != -100
     if not bool(scored.any(1).all()):
         row = int((~scored.any(1)).nonzero()[0])
@@ -128,6 +127,14 @@ def example_losses(
     right = told.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     mean: Tensor = (told.logsumexp(-1) - right).masked_fill(~scored, 0.0).sum(1) / scored.sum(1)
     return mean
+
+
+def _predicted(batch: Batch, task: Task) -> Tensor:
+    """Return the tokens that logits are to predict, one per place, and -100 where none."""
+    labels = batch["labels"]
+    if "attention_mask" in batch and "decoder_input_ids" not in batch:
+        labels = labels.masked_fill(batch["attention_mask"] == 0, -100)
+    return labels[:, 1:] if task == "causal-lm" else labels
 
 
 def _directions(batch: Batch, width: int, seed: int) -> Float[Tensor, "examples width"]:
