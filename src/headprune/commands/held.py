@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from headprune.errors import HeadpruneError
+
 _MODELS = ("model", "against", "teacher")
 _DATA = ("data", "calibrate", "refit")
 
@@ -56,7 +58,7 @@ def bars_hidden() -> Iterator[None]:
 def _place(name: str, value: Any, folder: Callable[[], Path]) -> Any:
     if name in _MODELS:
         net, tokenizer = value if isinstance(value, tuple) else (value, None)
-        return _model(net, tokenizer, folder() / name) if _is_model(net) else value
+        return _model(net, tokenizer, folder() / name) if hasattr(net, "state_dict") else value
     if name in _DATA:
         return _each(value, lambda one, at: _dataset(one, lambda: folder() / f"{name}{at}.parquet"))
     if name == "plan" and isinstance(value, Mapping):
@@ -68,23 +70,86 @@ def _place(name: str, value: Any, folder: Callable[[], Path]) -> Any:
     return value
 
 
-def _is_model(value: Any) -> bool:
-    return hasattr(value, "save_pretrained") and hasattr(value, "config")
-
-
 def _model(net: Any, tokenizer: Any, folder: Path) -> Path:
+    """Write a model with its tokenizer.
+
+    Raises:
+        HeadpruneError: If it is none of transformers, lacks weights, or cannot be written.
+    """
     from transformers import AutoTokenizer
 
+    from headprune.model.reading import damage_is
+
+    net = _unwrapped(net)
     name = net.config.name_or_path
     folder /= Path(name).name or type(net).__name__
-    with bars_hidden():
-        net.save_pretrained(folder)
+    advice = "Write it yourself (save_pretrained), and give the folder"
+    refused = damage_is(lambda why: f"The {type(net).__name__} in memory: {why} {advice}.")
+    with bars_hidden(), refused, _without_generation(net) as generation:
+        net.save_pretrained(folder, state_dict=_weights(net))
+        if generation is not None:  # as a folder may hold it: transformers checks what it writes
+            generation.to_json_file(folder / "generation_config.json")
     if tokenizer is None and name:
         with suppress(Exception):  # a model without text has none
             tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
+
+
+def _unwrapped(net: Any) -> Any:
+    """Return the model in wrappers of torch: of ``compile``, and for several processes."""
+    from transformers import PreTrainedModel
+
+    while not isinstance(net, PreTrainedModel) and {"_orig_mod", "module"} & {*net._modules}:
+        net = net._modules.get("_orig_mod", net._modules.get("module"))
+    if any(type(module).__module__.split(".")[0] == "peft" for module in net.modules()):
+        raise HeadpruneError(
+            f"The {type(net).__name__} holds adapters of peft. Give the model that its "
+            "merge_and_unload() returns."
+        )
+    if not isinstance(net, PreTrainedModel):
+        raise HeadpruneError(
+            f"A {type(net).__name__} is no model of transformers (PreTrainedModel). Give one, or "
+            "the folder of one."
+        )
+    return net
+
+
+@contextmanager
+def _without_generation(net: Any) -> Iterator[Any]:
+    """Take the settings of generation from a model in a ``with`` block; None where it has none."""
+    generation = getattr(net, "generation_config", None)
+    if generation is not None:
+        net.generation_config = type(generation)()
+    try:
+        yield generation
+    finally:
+        if generation is not None:
+            net.generation_config = generation
+
+
+def _weights(net: Any) -> dict[str, Any]:
+    """Return the tensors of a model; those that share memory, but are not tied, as copies.
+
+    Raises:
+        HeadpruneError: If some have no numbers.
+    """
+    from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+    state, owners = net.state_dict(), dict[int, str]()
+    if any(tensor.is_meta for tensor in state.values()):
+        state |= get_state_dict_offloaded_model(net)
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            raise HeadpruneError(
+                f"'{name}' of the {type(net).__name__} is on the meta device, without numbers. "
+                "Load its weights first."
+            )
+        owner = owners.setdefault(tensor.untyped_storage().data_ptr(), name)
+        if owner != name and name not in net.all_tied_weights_keys:
+            state[name] = tensor.clone()
+    return state
 
 
 def _each(value: Any, write: Callable[[Any, int], Any]) -> Any:

@@ -94,7 +94,7 @@ def read_pair(
     matched = placed(original.weighted())
     _refuse_mismatch(student.net, matched)
     edit = whole(student)
-    refuse_unprovable(student.net, edit.plan)
+    refuse_unprovable(student, edit.plan)
     reshard(student.net)
     context.stage("reading the data")
     rows, collate, of_step = batches(

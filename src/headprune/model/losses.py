@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -113,9 +114,11 @@ def kl_divergence(
         log_p, log_q = (F.log_softmax(x.float(), dim=-1) for x in (target, logits))
         return F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
 
-    # copies in float32 are as large as the vocabulary: of some positions at a time
+    # copies in float32 are as large as the vocabulary: of some positions at a time, made again for
+    # the gradient
     parts = zip(target.split(_POSITIONS, 1), logits.split(_POSITIONS, 1), strict=True)
-    per_position = torch.cat([of_each(*part) for part in parts], 1)
+    again = partial(checkpoint, of_each, use_reentrant=False, preserve_rng_state=False)
+    per_position = torch.cat([again(*part) for part in parts], 1)
     mask = mask.to(logits.device)
     return (per_position * mask).sum() / mask.sum()
 

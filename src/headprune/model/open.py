@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from headprune.model.precision import (
     refuse_unwritable,
 )
 from headprune.model.refusals import refuse_quantised
-from headprune.model.residency import Residency
+from headprune.model.residency import Residency, residency_of
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import (
     StoredDtypes,
@@ -61,6 +61,7 @@ class Model:
         tensors: Its tensors on disk by their names there: type, shape and place, no numbers.
         dtype: Element type to compute in.
         allowed: Permissions that it was opened with.
+        by_layers: Whether it runs layer by layer, if it can, whatever the free memory.
     """
 
     source: str | Path
@@ -68,6 +69,7 @@ class Model:
     tensors: dict[str, StoredTensor]
     dtype: torch.dtype | str
     allowed: Allowed = Allowed()
+    by_layers: bool = False
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:
@@ -152,6 +154,18 @@ class Model:
         """
         _ = self.skeleton
 
+    def widened(self, by_layers: bool = True) -> Model:
+        """Return it in float32 at least: opened anew if it is narrower, to run layer by layer.
+
+        One that runs so is widened in place (``precision.widened``).
+        """
+        net = self.any_net
+        wide = torch.promote_types(net.dtype, torch.float32)
+        if net.dtype is wide or residency_of(net) is not None or in_shards():
+            return self
+        by_layers = by_layers and asked_placement() is not Placement.WHOLE
+        return replace(self, dtype=wide, by_layers=by_layers)
+
     def release(self) -> None:
         """Drop both nets: a writer spends them."""
         vars(self).pop("net", None)
@@ -205,7 +219,7 @@ class Model:
         size = sum(tensor.bytes for tensor in tensors)
         if isinstance(self.dtype, torch.dtype):
             size = sum(tensor.elements for tensor in tensors) * self.dtype.itemsize
-        if by_layers(size):
+        if self.by_layers or by_layers(size):
             net = self._assembled(weights=False)
             try:
                 if net.device.type != "meta":

@@ -164,7 +164,7 @@ def _recorded_attention(
         owners = module.headprune_kv_of_query.numbers
     if facts is not None and facts.repeats_output:  # undone, so that there is one key per KV head
         owners = facts.owners.numbers
-        key, value = facts.firsts.pick(key, 1), facts.firsts.pick(value, 1)
+        key, value = facts.firsts(key, 1), facts.firsts(value, 1)
     call = RecordedCall(
         module=module,
         query=query,

@@ -20,6 +20,8 @@ from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import stated_counts
 from headprune.planning.kv_heads import KvPlan, Texts, plan_kv_heads
 from headprune.planning.targets import EMPTY
+from headprune.result.prune import whole
+from headprune.result.write import refuse_unprovable
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.merges.merger import Merger
 
@@ -89,21 +91,34 @@ def prepare_merging(
     empty_layers: bool = True,
     curvature: Mapping[str, Tensor] | None = None,
 ) -> Opened:
-    """Read the calibration text of a model, and weigh the ways of each module under a budget."""
+    """Read the calibration text of a model, and weigh the ways of each module under a budget.
+
+    Raises:
+        HeadpruneError: If the input does not fit together.
+        ProofError: If a proof of the result would show nothing.
+    """
     merger, weighing = Merger.of(config, calibrate is not None), weighs(config, calibrate, layout)
-    net = model.net
+    net = model.any_net
     constraints = constraints_of(net, layout, config.targets)
     if not empty_layers:
         constraints = replace(constraints, shapes=constraints.shapes - {EMPTY})
-    attentions = [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
+    attentions = _to_merge(net, config)
     _refuse(net, attentions)
     if config.kv_heads is not None:
         stated_counts(config.kv_heads, attentions)
     if not weighing:
         _refuse_unmeasured(config, constraints.even_kv_heads)
-    sample, held_out, planned = None, None, None
+    text = None
     if calibrate is not None and merger.calibrates:
         text = merge_calibration(net, model.tokenizer, calibrate, config)
+    context.stage("testing the verification")
+    refuse_unprovable(model, whole(model).plan)  # before the weights come: it may take its own
+    context.stage("loading the model")
+    net = model.net
+    attentions = _to_merge(net, config)
+    sample, held_out, planned = None, None, None
+    if text is not None:
+        assert calibrate is not None
         sample = text.fit
         if len(text.choose.rows) and task_of(net) == "causal-lm":
             held_out = text.choose
@@ -117,6 +132,10 @@ def prepare_merging(
             texts = Texts(some.whole(), scored, curvature or {})
             planned = plan_kv_heads(net, attentions, texts, merger, config, constraints, context)
     return Opened(model, attentions, merger, sample, held_out, planned, constraints)
+
+
+def _to_merge(net: PreTrainedModel, config: ConvertConfig) -> list[Attention]:
+    return [a for a in of_kinds(attention_of(net), config.attention) if a.kv_heads]
 
 
 def _refuse_unmeasured(config: ConvertConfig, even: bool) -> None:

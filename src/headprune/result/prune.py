@@ -103,11 +103,11 @@ def _refitted(
     reports: bool,
 ) -> tuple[Edit, JudgedRefit]:
     """Refit W_O of an edit; the edit as it is, where that does not help."""
+    context.stage("testing the verification")
+    refuse_unprovable(model, edit.plan)
     context.stage("loading the model")
     net = model.net
     model.result_dtypes(writing.out_dtype)  # refuses an overflow before long work
-    context.stage("testing the verification")
-    refuse_unprovable(net, edit.plan)
     context.stage("refitting W_O")
     examples = calibration_of(net, model.tokenizer, text, calibration, "--refit")
     judged = judged_refit(net, edit, examples, text.source, calibration.seed, context, reports)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import gc
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -27,7 +28,6 @@ from headprune.model.cost import kv_heads_of
 from headprune.model.loading import auto_class_of, remote_code, uneven_heads_are_known
 from headprune.model.open import Model, read_model
 from headprune.model.placement import placed
-from headprune.model.precision import widened
 from headprune.model.refusals import passed_over
 from headprune.model.residency import residency_of, runs_by_layers
 from headprune.model.skeleton import Names, Unmapped
@@ -152,7 +152,7 @@ def write(
         ProofError: If the result does not compute as the edited model.
     """
     source, stored = model.identity, model.result_dtypes(writing.out_dtype)
-    takes = ROOM * sum(weight.nbytes for weight in model.skeleton.parameters())
+    takes = ROOM * sum(_wide(weight) for weight in model.skeleton.parameters())
     why_tensors = None
     if not edit.tensors and writing.proof is ProofOption.AUTO:
         why_tensors = _why_tensors(model, takes)
@@ -167,7 +167,12 @@ def write(
     compares = writing.proof is not ProofOption.TENSORS and why_tensors is None
     residency = None
     if expected is None and (compares or result is None):
-        context.stage(f"probing the gated original{_memory_needed(takes)}")
+        wide = model.widened(by_layers=result is not None)
+        needed = "" if wide.by_layers else _memory_needed(takes)
+        context.stage(f"probing the gated original{needed}")
+        if wide is not model:
+            model.release()
+            model = wide
         net = model.net
         stored = model.result_dtypes(writing.out_dtype)  # refuses an overflow
         residency = residency_of(net)  # holds the written weights
@@ -183,6 +188,8 @@ def write(
             result = _cut_in_memory(net, now, cuts, edit.plan, stored)
         else:
             result = replace(result, pieces=_with_tensors(result, now, folded=True))
+            if residency is not None:
+                net.to("meta")  # the reloaded model takes its memory
         del net, cuts, now
     elif edit.tensors:
         assert result is not None
@@ -288,11 +295,12 @@ def _written(
         with hashing(folder, contents(folder)) as files:
             dtype = "auto" if expected is None else expected.dtype
             reread = read_model(folder, dtype, model.allowed)
+            reread.by_layers = model.by_layers
             if expected is None:
                 facts["tensor_proof"] = tensors.compare(reread, pieces, context.step)
             else:
                 pieces.clear()
-                net.to("meta")  # the reloaded model takes its memory
+                net.to("meta")  # as above, where it was cut in memory
                 facts |= _proven_outputs(reread, expected)
             sizes = tuple(sum(t.bytes for t in one.tensors.values()) for one in (model, reread))
             facts |= {"parent": parent(), "files": files(), "weight_bytes": sizes}
@@ -424,18 +432,22 @@ def _said_of(folder: Path, manifest: Manifest, left_out: Sequence[str]) -> Itera
         )
 
 
-def refuse_unprovable(net: PreTrainedModel, plan: Plan) -> None:
+def refuse_unprovable(model: Model, plan: Plan) -> None:
     """Refuses, before long work, a plan whose proof would show nothing.
 
     Raises:
         ProofError: If rounding hides what one head contributes.
     """
-    if residency_of(net) is not None and net.dtype not in equivalence.TOLERANCE:
+    _refuse_unprovable(model.widened().net, plan)
+    gc.collect()  # a model that runs layer by layer refers to itself
+
+
+def _refuse_unprovable(net: PreTrainedModel, plan: Plan) -> None:
+    if net.dtype not in equivalence.TOLERANCE:
         return  # there is no second one to widen; the proof itself says so
-    wide = net if net.dtype in equivalence.TOLERANCE else widened(copy.deepcopy(net))
-    cuts = resolve(plan.model_copy(update={"model": None}), wide, ragged=True)
-    if equivalence.expect(wide, cuts, decoded=False).inconclusive(spare=_SPARE) is not None:
-        equivalence.expect(wide, cuts).refuse_inconclusive()
+    cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=True)
+    if equivalence.expect(net, cuts, decoded=False).inconclusive(spare=_SPARE) is not None:
+        equivalence.expect(net, cuts).refuse_inconclusive()
 
 
 def _source_folder(model: str | Path) -> Path:
@@ -443,6 +455,11 @@ def _source_folder(model: str | Path) -> Path:
         return Path(model)
     with hub.asked_once(model):
         return Path(snapshot_download(str(model), allow_patterns=["*.json", CARD, *COMPANIONS]))
+
+
+def _wide(weight: Tensor) -> int:
+    """Return the bytes of a weight in the type of a proof."""
+    return weight.numel() * torch.promote_types(weight.dtype, torch.float32).itemsize
 
 
 def _memory_needed(takes: float) -> str:

@@ -345,6 +345,8 @@ def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, 
         heads: Its entry of the layout: ids of the remaining query heads and KV heads. Where the KV
             heads have unequal numbers of queries, these numbers too.
     """
+    for changed in (attention.module, *(p.module for p in attention.projections)):
+        _make_stock(changed)
     attention.query_ids, attention.kv_ids = tuple(heads["query_heads"]), tuple(heads["kv_heads"])
     attention.group_sizes = _group_sizes(heads)
     queries, kv_heads = attention.query_heads, attention.kv_heads
@@ -353,23 +355,23 @@ def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, 
         if projection.holds:
             size = sum(counts[role] for role in projection.holds) * projection.head_dim
             _resize_projection(projection.module, projection.holds == "o", size)
-            if set(projection.holds) & set("kv"):
-                _repeat_output(projection, attention, _repeats_output(attention, family))
+            if set(projection.holds) & set("kv") and _repeats_output(attention, family):
+                _repeat_output(projection, attention)
     for name, role in family["per_head"].items():
         _resize_per_head(attention.module, name, counts[role])
     for name, role in family["whole_norms"].items():
         norm: Any = attention.module.get_submodule(name)
         ids = attention.query_ids if role == "q" else attention.kv_ids
         _change_class(norm, NarrowedNorm)
-        norm.headprune_heads = Positions(ids), attention.head_dim
+        norm.headprune_heads, norm.headprune_head_dim = Positions(ids), attention.head_dim
     _write_sizes(attention, family)
     module: Any = attention.module
     mixin = _mixin(attention, family)
-    if mixin is None:
-        module.__class__ = stock_class(module)
-    else:
+    if mixin is not None:
         _change_class(module, mixin)
         module.headprune = _Facts(attention, family)
+    for owner in (module, *(p.module for p in attention.projections)):
+        _freeze_empty(owner)
 
 
 def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
@@ -443,11 +445,8 @@ def _resize_projection(module: nn.Module, is_output: bool, size: int) -> None:
         module.__class__ = _EMPTY[type(module)]
 
 
-def _repeat_output(projection: ProjectionModule, attention: Attention, repeat: bool) -> None:
-    """Makes a projection give K and V once per query head, or as it computes them."""
-    if not repeat:
-        projection.module.__class__ = stock_class(projection.module)
-        return
+def _repeat_output(projection: ProjectionModule, attention: Attention) -> None:
+    """Makes a projection give K and V once per query head."""
     head_dim, queries, kv_heads = projection.head_dim, attention.query_heads, attention.kv_heads
     if projection.groups:  # [q ... q k v] per KV head; the stock class reads [q k v] per head
         starts, sizes = [0], attention.group_sizes
@@ -487,46 +486,49 @@ def _narrowed(parameter: nn.Parameter, dim: int, size: int) -> nn.Parameter:
     return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
 
+def _nothing(x: Any, weight: Any) -> Any:
+    """A zero for every row of an empty tensor; DDP waits for the gradients of both."""
+    zeros = x.sum(-1, keepdim=True)
+    return zeros + weight.sum() if torch.is_grad_enabled() else zeros
+
+
 class EmptyConv1D(Conv1D):  # type: ignore[misc]  # transformers does not type it
     """A Conv1D without inputs: its bias. The stock forward cannot view an empty tensor."""
 
     def forward(self, x: Any) -> Any:
-        return self.bias.expand(*x.shape[:-1], self.nf)
+        return _nothing(x, self.weight) + self.bias
 
 
 class EmptyLinear(nn.Linear):
     """A Linear without inputs: its bias. Some engines multiply by an empty matrix to garbage."""
 
     def forward(self, x: Any) -> Any:
-        output = x.new_zeros(*x.shape[:-1], self.out_features)
-        return output if self.bias is None else output + self.bias
+        if self.bias is None:
+            return _nothing(x, self.weight).expand(*x.shape[:-1], self.out_features)
+        return _nothing(x, self.weight) + self.bias
 
 
 _EMPTY: dict[type, type] = {Conv1D: EmptyConv1D, nn.Linear: EmptyLinear}
 
 
-class Positions:
-    """Positions to pick along one dimension, on the device of the tensor.
+class Positions(nn.Module):
+    """Positions to pick along one dimension, in a buffer that no checkpoint holds."""
 
-    A list would be copied to that device in every layer and for every token.
-    """
+    index: torch.Tensor
 
     def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__()
         self.numbers = list(numbers)
-        self._by_device: dict[torch.device, torch.Tensor] = {}
+        index = torch.tensor(self.numbers, dtype=torch.long)
+        self.register_buffer("index", index, persistent=False)
 
-    def __reduce__(self) -> Any:
-        return Positions, (self.numbers,)
+    def fill(self) -> None:
+        """Write the positions into the buffer, which loading leaves without numbers."""
+        self.index.copy_(torch.tensor(self.numbers, dtype=torch.long))
 
-    def pick(self, tensor: Any, dim: int) -> Any:
+    def forward(self, tensor: Any, dim: int) -> Any:
         """The entries of ``tensor`` at these positions."""
-        index = self._by_device.get(tensor.device)
-        if index is None:
-            index = torch.tensor(self.numbers, dtype=torch.long, device=tensor.device)
-            # tensors of a trace cannot be continued with
-            if type(index) is torch.Tensor and not torch.compiler.is_compiling():
-                self._by_device[tensor.device] = index
-        return tensor.index_select(dim, index)
+        return tensor.index_select(dim, self.index)
 
 
 class LayerConfig:
@@ -559,7 +561,7 @@ def repeating_attention(
     name = module.config.shared._attn_implementation
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     owners = module.headprune_kv_of_query
-    return attention(module, query, owners.pick(key, 1), owners.pick(value, 1), *args, **kwargs)
+    return attention(module, query, owners(key, 1), owners(value, 1), *args, **kwargs)
 
 
 AttentionInterface.register(REPEATING, repeating_attention)
@@ -573,9 +575,9 @@ class _SharingCache:
 
     def update(self, keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
         """Store each KV head once; return all stored keys and values, one per query head."""
-        own = self.firsts.pick(keys, 1), self.firsts.pick(values, 1)
+        own = self.firsts(keys, 1), self.firsts(values, 1)
         keys, values = self.cache.update(*own, *args, **kwargs)
-        return self.owners.pick(keys, 1), self.owners.pick(values, 1)
+        return self.owners(keys, 1), self.owners(values, 1)
 
     @property
     def layers(self) -> Any:
@@ -585,7 +587,7 @@ class _SharingCache:
     def __getitem__(self, layer: int) -> Any:
         stored = self.cache.layers[layer]
         return SimpleNamespace(
-            keys=self.owners.pick(stored.keys, 1), values=self.owners.pick(stored.values, 1)
+            keys=self.owners(stored.keys, 1), values=self.owners(stored.values, 1)
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -603,10 +605,11 @@ def _sharing(cache: Any, firsts: Positions, owners: Positions) -> Any:
     return _SharingCache(cache, firsts, owners) if isinstance(cache, Cache) else cache
 
 
-class _Facts:
+class _Facts(nn.Module):
     """Facts that a changed attention class must know of its module."""
 
     def __init__(self, attention: Attention, family: Mapping[str, Any]) -> None:
+        super().__init__()
         owners = _owners(attention)
         self.query_ids = Positions(attention.query_ids)
         self.repeats_output = _repeats_output(attention, family)
@@ -639,13 +642,13 @@ def _blank(mixin: type, native: type) -> Any:
 class NarrowedNorm(_Changed):
     """A norm over all heads of the original model; it returns the remaining ones."""
 
-    headprune_heads: tuple[Positions, int]
+    headprune_heads: Any
+    headprune_head_dim: int
 
     def forward(self, hidden_states: Any) -> Any:
-        heads, head_dim = self.headprune_heads
         whole = super().forward(hidden_states)  # type: ignore[misc]  # of the stock class
-        by_head = whole.view(*whole.shape[:-1], -1, head_dim)
-        return heads.pick(by_head, -2).flatten(-2)
+        by_head = whole.view(*whole.shape[:-1], -1, self.headprune_head_dim)
+        return self.headprune_heads(by_head, -2).flatten(-2)
 
 
 class RepeatingProjection(_Changed):
@@ -655,7 +658,7 @@ class RepeatingProjection(_Changed):
 
     def forward(self, hidden_states: Any) -> Any:
         whole = super().forward(hidden_states)  # type: ignore[misc]  # of the stock class
-        return self.headprune_positions.pick(whole, -1)
+        return self.headprune_positions(whole, -1)
 
 
 class PartOfHeads(_Changed):
@@ -693,11 +696,11 @@ class PartOfHeads(_Changed):
         ids = self.headprune.query_ids
         if dim == "batch":
             if tensor.shape[0] == batch and tensor.dim() > 3:  # not folded together after all
-                return ids.pick(tensor, 1)
-            return ids.pick(tensor.unflatten(0, (batch, -1)), 1).flatten(0, 1)
+                return ids(tensor, 1)
+            return ids(tensor.unflatten(0, (batch, -1)), 1).flatten(0, 1)
         if tensor.shape[dim] == 1:  # the same for all heads
             return tensor
-        return ids.pick(tensor, int(dim))
+        return ids(tensor, int(dim))
 
 
 class PartOfSharedBias(PartOfHeads):
@@ -730,12 +733,17 @@ class EmptyAttention(_Changed):
     config: Any
     layer_idx: int
     get_submodule: Any
+    parameters: Any
     headprune: _Facts
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         batch, length = hidden_states.shape[:2]
         keys = self._keys(hidden_states, args, kwargs)
-        output = hidden_states.new_zeros(batch, length, 0)
+        output = hidden_states[..., :0]
+        if torch.is_grad_enabled():  # DDP waits for a gradient of every weight, such as of norms
+            source = _source(kwargs)
+            unused = [*self.parameters(), *([] if source is None else [source[..., :0]])]
+            output = output + sum(tensor.sum() for tensor in unused)
         if self.headprune.output is not None:
             output = self.get_submodule(self.headprune.output)(output)
         if self.headprune.without_heads == "residual":
@@ -751,7 +759,7 @@ class EmptyAttention(_Changed):
         """Return the number of attended positions; a cache gets stubs in their place."""
         caches = [value for value in (*args, *kwargs.values()) if isinstance(value, Cache)]
         cache, layer = caches[0] if caches else None, self.headprune.cache_layer
-        source = kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
+        source = _source(kwargs)
         if source is None:
             own = getattr(cache, "self_attention_cache", cache)
             return (
@@ -761,6 +769,11 @@ class EmptyAttention(_Changed):
             _keep_length(cache.cross_attention_cache, layer, source)
             cache.is_updated[layer] = True
         return source.shape[1]
+
+
+def _source(kwargs: Mapping[str, Any]) -> Any:
+    """The states that cross attention attends to; None for self-attention."""
+    return kwargs.get("key_value_states", kwargs.get("encoder_hidden_states"))
 
 
 def _keep_length(cache: Any, layer: Any, states: Any) -> Any:
@@ -833,6 +846,20 @@ def _change_class(module: nn.Module, mixin: type) -> None:
     module.__class__ = _mixed(mixin, stock_class(module))
 
 
+def _make_stock(module: nn.Module) -> None:
+    """Undo the changes of an earlier layout."""
+    module.__class__ = stock_class(module)
+    for name in [name for name in module._modules if name.startswith("headprune")]:
+        delattr(module, name)
+
+
+def _freeze_empty(module: nn.Module) -> None:
+    """Spare optimizers the weights of no number, which the loader declares trainable."""
+    for parameter in module.parameters():
+        if not parameter.numel():
+            parameter.requires_grad_(False)
+
+
 def stock_class(module: nn.Module) -> type[nn.Module]:
     """The class of transformers behind a module that may have been changed, by any such file."""
     cls: type[nn.Module] = getattr(module, "headprune_stock", type(module))
@@ -870,9 +897,26 @@ def pruned_class(native: type[PreTrainedModel]) -> type[PreTrainedModel]:
         native.__init__(self, config, *inputs, **kwargs)
         apply_layout(self, config.headprune)
 
+    def initialize_weights(self: Any) -> None:
+        """Also called after loading."""
+        native.initialize_weights(self)
+        for module in self.modules():
+            if isinstance(module, Positions):
+                module.fill()
+        _freeze_empty(self)
+
+    def init_continuous_batching(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            "Continuous batching (generate_batch, transformers serve --continuous-batching) keeps "
+            "equally many KV heads in every layer, and the heads of this model differ by layer. "
+            "Use generate(), which takes batches too."
+        )
+
     __init__.__annotations__ = {}  # strings here; vLLM asks isinstance of annotations
     body = {
         "__init__": __init__,
+        "initialize_weights": initialize_weights,
+        "init_continuous_batching": init_continuous_batching,
         # transformers renames old checkpoint keys for its own classes only, and this is one of them
         "is_custom_code": classmethod(lambda cls: False),
         "__module__": __name__,
