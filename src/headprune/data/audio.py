@@ -5,7 +5,6 @@ As of images, a row repeats the number of its recording, once per position of th
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 from collections.abc import Callable, Sequence
@@ -54,7 +53,7 @@ class Recordings:
     @property
     def transcripts(self) -> list[str]:
         """The transcripts."""
-        return list(self.table[self.text_column])
+        return [said or "" for said in self.table[self.text_column]]
 
     @property
     def labels(self) -> list[str] | None:
@@ -111,7 +110,7 @@ def read_recordings(data: DataConfig, labelled: bool = False) -> Recordings:
         HeadpruneError: If there are none, it is unclear which, or soundfile is not installed.
     """
     refuse_missing("Sound", "soundfile")
-    table = media_table(data, "recordings", "a folder with a metadata.csv", _of_folder)
+    table = media_table(data, "recordings", "a folder with a metadata.csv", "audiofolder")
     sounds = [name for name, kind in table.features.items() if isinstance(kind, Audio)]
     others = [
         name
@@ -129,22 +128,6 @@ def read_recordings(data: DataConfig, labelled: bool = False) -> Recordings:
             f"sound, and {names}."
         )
     return Recordings(table.cast_column(sounds[0], Audio(decode=False)), sounds[0], text, labelled)
-
-
-def _of_folder(folder: Path) -> Dataset:
-    """Return the rows of metadata.csv, or the files of subfolders with the names of these.
-
-    metadata.csv has a column ``file_name``, and one of transcripts or labels.
-    """
-    if not (folder / "metadata.csv").exists():
-        files = sorted(file for file in folder.glob("*/*") if file.is_file())
-        columns = {"audio": list(map(str, files)), "label": [file.parent.name for file in files]}
-        return Dataset.from_dict(columns).cast_column("audio", Audio(decode=False))
-    with (folder / "metadata.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    sounds = [str(folder / row.pop("file_name")) for row in rows]
-    table = Dataset.from_list(rows).add_column("audio", sounds)
-    return table.cast_column("audio", Audio(decode=False))
 
 
 def recording_rows(

@@ -14,13 +14,15 @@ from typing import Any, cast
 
 import datasets
 import torch
-from datasets import ClassLabel, Dataset, Image
+from datasets import Audio, ClassLabel, Dataset, Image
 from transformers import PreTrainedModel
 
 from headprune.config import DataConfig
 from headprune.data.columns import label_texts
+from headprune.data.files import visible
 from headprune.data.read import of_files, of_the_hub
 from headprune.data.sequences import Label
+from headprune.data.tables import of_tables
 from headprune.data.text import Collate, evenly
 from headprune.errors import DataError
 from headprune.model.batch import Batch
@@ -77,7 +79,7 @@ def read_images(data: DataConfig) -> Images:
     Raises:
         DataError: If there are none, or it is unclear which.
     """
-    table = media_table(data, "images", "a folder with a subfolder per class", _of_folder)
+    table = media_table(data, "images", "a folder with a subfolder per class", "imagefolder")
     of_images = [name for name, kind in table.features.items() if isinstance(kind, Image)]
     column = data.text_column or next(iter(of_images), "")
     if column not in of_images or (data.text_column is None and len(of_images) > 1):
@@ -95,14 +97,10 @@ def read_images(data: DataConfig) -> Images:
     return Images(table, column, label)
 
 
-def _of_folder(folder: Path) -> Dataset:
-    return of_files(sorted(file for file in folder.rglob("*") if file.is_file()), "imagefolder")
-
-
-def media_table(
-    data: DataConfig, kind: str, folder_is: str, of_folder: Callable[[Path], Dataset]
-) -> Dataset:
+def media_table(data: DataConfig, kind: str, folder_is: str, builder: str) -> Dataset:
     """Return the rows of a folder, a file, or a data set of the hub.
+
+    ``builder`` of datasets reads folders.
 
     Raises:
         DataError: If it holds none of the kind.
@@ -111,18 +109,30 @@ def media_table(
     try:
         if (place / "state.json").is_file():
             return datasets.load_from_disk(str(place))
-        if place.is_dir() and not any(place.rglob("*.parquet")):
-            return of_folder(place)
-        if place.exists():
-            files = [place] if place.is_file() else sorted(place.rglob("*.parquet"))
+        if not place.exists():
+            return of_the_hub(data)
+        files = [place] if place.is_file() else visible(place, "*.parquet")
+        if files:
             return of_files(files, "parquet")
-        return of_the_hub(data)
+        if (listed := place / "metadata.csv").is_file():
+            return _of_list(listed, builder.removesuffix("folder"))
+        return of_files(visible(place), builder)
+    except DataError:
+        raise
     except Exception as error:  # builders raise whatever their parser raises
         first = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise DataError(
             f"'{data.source}' holds no {kind}: {first}. Give {folder_is}, a parquet file with a "
             f"column of {kind}, or a hub id."
         ) from None
+
+
+def _of_list(file: Path, column: str) -> Dataset:
+    """Return the rows of a metadata.csv, whose column ``file_name`` names files beside it."""
+    table = of_tables([file])
+    places = [str(file.parent / str(name)) for name in table["file_name"]]
+    table = table.remove_columns("file_name").add_column(column, places)
+    return table.cast_column(column, Image() if column == "image" else Audio(decode=False))
 
 
 def image_rows(
