@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from datasets import Audio, Dataset
+from datasets.packaged_modules.audiofolder.audiofolder import AudioFolder
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel, Wav2Vec2FeatureExtractor
 
 from headprune.config import DataConfig
 from headprune.data.columns import label_texts
+from headprune.data.files import visible
 from headprune.data.images import media_table
 from headprune.data.sequences import Label
 from headprune.data.text import Collate, evenly
@@ -110,7 +112,7 @@ def read_recordings(data: DataConfig, labelled: bool = False) -> Recordings:
         HeadpruneError: If there are none, it is unclear which, or soundfile is not installed.
     """
     refuse_missing("Sound", "soundfile")
-    table = media_table(data, "recordings", "a folder with a metadata.csv", "audiofolder")
+    table = media_table(data, "recordings", "a folder with a metadata.csv", _of_folder)
     sounds = [name for name, kind in table.features.items() if isinstance(kind, Audio)]
     others = [
         name
@@ -128,6 +130,14 @@ def read_recordings(data: DataConfig, labelled: bool = False) -> Recordings:
             f"sound, and {names}."
         )
     return Recordings(table.cast_column(sounds[0], Audio(decode=False)), sounds[0], text, labelled)
+
+
+def _of_folder(folder: Path) -> Dataset:
+    """Return the files of subfolders with the names of these."""
+    files = [file for file in visible(folder) if file.parent.parent == folder]
+    sounds = [file for file in files if file.suffix.lower() in AudioFolder.EXTENSIONS]
+    columns = {"audio": list(map(str, sounds)), "label": [file.parent.name for file in sounds]}
+    return Dataset.from_dict(columns).cast_column("audio", Audio(decode=False))
 
 
 def recording_rows(

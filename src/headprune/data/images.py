@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import datasets
 import torch
@@ -26,6 +26,8 @@ from headprune.data.tables import of_tables
 from headprune.data.text import Collate, evenly
 from headprune.errors import DataError
 from headprune.model.batch import Batch
+
+Media = Literal["images", "recordings"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def read_images(data: DataConfig) -> Images:
     Raises:
         DataError: If there are none, or it is unclear which.
     """
-    table = media_table(data, "images", "a folder with a subfolder per class", "imagefolder")
+    table = media_table(data, "images", "a folder with a subfolder per class", _of_folder)
     of_images = [name for name, kind in table.features.items() if isinstance(kind, Image)]
     column = data.text_column or next(iter(of_images), "")
     if column not in of_images or (data.text_column is None and len(of_images) > 1):
@@ -97,10 +99,14 @@ def read_images(data: DataConfig) -> Images:
     return Images(table, column, label)
 
 
-def media_table(data: DataConfig, kind: str, folder_is: str, builder: str) -> Dataset:
-    """Return the rows of a folder, a file, or a data set of the hub.
+def _of_folder(folder: Path) -> Dataset:
+    return of_files(visible(folder), "imagefolder")
 
-    ``builder`` of datasets reads folders.
+
+def media_table(
+    data: DataConfig, kind: Media, folder_is: str, of_folder: Callable[[Path], Dataset]
+) -> Dataset:
+    """Return the rows of a folder, a file, or a data set of the hub.
 
     Raises:
         DataError: If it holds none of the kind.
@@ -115,8 +121,8 @@ def media_table(data: DataConfig, kind: str, folder_is: str, builder: str) -> Da
         if files:
             return of_files(files, "parquet")
         if (listed := place / "metadata.csv").is_file():
-            return _of_list(listed, builder.removesuffix("folder"))
-        return of_files(visible(place), builder)
+            return _of_list(listed, kind)
+        return of_folder(place)
     except DataError:
         raise
     except Exception as error:  # builders raise whatever their parser raises
@@ -127,12 +133,12 @@ def media_table(data: DataConfig, kind: str, folder_is: str, builder: str) -> Da
         ) from None
 
 
-def _of_list(file: Path, column: str) -> Dataset:
+def _of_list(file: Path, kind: Media) -> Dataset:
     """Return the rows of a metadata.csv, whose column ``file_name`` names files beside it."""
     table = of_tables([file])
     places = [str(file.parent / str(name)) for name in table["file_name"]]
-    table = table.remove_columns("file_name").add_column(column, places)
-    return table.cast_column(column, Image() if column == "image" else Audio(decode=False))
+    column, feature = ("image", Image()) if kind == "images" else ("audio", Audio(decode=False))
+    return table.remove_columns("file_name").add_column(column, places).cast_column(column, feature)
 
 
 def image_rows(

@@ -139,12 +139,10 @@ def _split(text: Batches) -> tuple[Dataset, Dataset, Dataset]:
     rows, documents = text.rows, text.documents
     enough = max(8, math.ceil(_ENOUGH / lengths(rows).mean()))
     count = min(MOST_HELD_OUT, enough, len(rows) // 8)
-    parts = Split([], [], [])
-    if count:
-        alone = documents is None
-        parts = (
-            split(len(rows), len(rows) - 2 * count) if alone else split_windows(documents, count)
-        )
+    if documents is None or not count:
+        parts = split(len(rows), len(rows) - 2 * count)
+    else:
+        parts = split_windows(documents, count)
     if len(parts.fit) < text.of_step or not parts.report:
         raise DataError(
             f"The data makes {len(rows)} rows, too few to train in batches of {text.of_step} and "
