@@ -208,7 +208,8 @@ def label_texts(table: Dataset, column: str) -> Callable[[dict[str, list[Any]]],
         if several:
             values = [[several[number] for number in row] for row in values]
         if not isinstance(feature, ClassLabel):
-            return [json.dumps(v) if isinstance(v, list) else str(v) for v in values]
+            whole = (int(v) if isinstance(v, float) and v.is_integer() else v for v in values)
+            return [json.dumps(v) if isinstance(v, list) else str(v) for v in whole]
         try:
             return [str(feature.int2str(value)) for value in values]
         except ValueError:  # test sets without labels have -1 there

@@ -31,7 +31,7 @@ from headprune.data.columns import (
     without_nulls,
 )
 from headprune.data.files import byte_pieces, text_pieces, visible
-from headprune.data.tables import of_tables, with_dates
+from headprune.data.tables import json_lines, of_tables, with_dates
 from headprune.data.text import evenly
 from headprune.errors import DataError
 from headprune.io import hub
@@ -290,8 +290,10 @@ def of_files(files: list[Path], builder: str) -> Dataset:
         return of_tables(files)
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         plain = [_unpacked(file, Path(folder) / f"{i}-{file.stem}") for i, file in enumerate(files)]
-        for file in plain if builder == "json" else ():
-            _refuse_nulls(file)
+        if builder == "json":
+            plain = [json_lines(file, Path(folder) / f"{i}.jsonl") for i, file in enumerate(plain)]
+            for file in plain:
+                _refuse_nulls(file)
         verbosity = datasets.logging.get_verbosity()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error says it all
         try:
@@ -319,9 +321,7 @@ def _refuse_nulls(file: Path) -> None:
     with file.open("rb") as stream:
         lines = iter(lambda: stream.readline(_PIECE), b"")
         rows = filter(None, (line.removeprefix(codecs.BOM_UTF8).strip() for line in lines))
-        for number, row in enumerate(rows):
-            if number == 0 and row.startswith(b"["):
-                return  # one value, whose lines are no rows
+        for row in rows:
             if row == b"null" or row.startswith(b"null "):
                 raise DataError(f"'{file}' has a row that is null. Leave it out.")
 

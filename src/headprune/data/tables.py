@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset
@@ -25,9 +24,9 @@ from headprune.errors import DataError
 _AT_ONCE = 1000  # rows
 _LONGEST = 2**31 - 1  # characters of a cell
 _WRONG = {
-    ".csv": "Put cells with separators, quotes or ends of lines in quotes, and double quotes "
-    "inside; a file where tabs separate and quotes are characters is .tsv.",
-    ".tsv": "Tabs separate cells, and ends of lines rows; a file with cells in quotes is .csv.",
+    ".csv": "Put cells with separators, quotes or line breaks in quotes, and double quotes inside. "
+    "A file with tabs, where quotes are characters, is .tsv.",
+    ".tsv": "A tab separates cells, and a line break rows. A file with cells in quotes is .csv.",
 }
 
 
@@ -122,20 +121,25 @@ def _lines(file: Path) -> Iterator[str]:
         yield held
 
 
+def json_lines(file: Path, target: Path) -> Path:
+    """Return a file of JSON as it is, or a list written anew with a row per line."""
+    if not next(text_pieces(file), "").lstrip().startswith("["):
+        return file
+    try:
+        rows = json.loads("".join(text_pieces(file)))
+    except ValueError:
+        return file  # datasets says where it is damaged
+    texts = (row if isinstance(row, dict) else {"text": row} for row in rows)
+    target.write_text("".join(f"{json.dumps(row)}\n" for row in texts), encoding="utf-8")
+    return target
+
+
 def with_dates(table: Dataset, files: Sequence[Path]) -> Dataset:
-    """Return the rows of JSON files with strings that pyarrow took for dates as strings."""
-    dates = [n for n, kind in table.features.items() if "time" in getattr(kind, "dtype", "")]
-    if not dates:
-        return table
-    rows = list(chain.from_iterable(map(_json_rows, files)))
-    for name in dates:
-        cells = [row.get(name) for row in rows]
-        table = table.remove_columns(name).add_column(name, cells)
+    """Return the rows of JSON lines with strings that pyarrow took for dates as strings."""
+    for name, kind in table.features.items():
+        if str(getattr(kind, "dtype", "")).startswith("timestamp"):
+            rows = (json.loads(line) for file in files for line in _lines(file) if line.strip())
+            cells = [row.get(name) for row in rows]
+            table = table.add_column(f"{name} as text", cells).remove_columns(name)
+            table = table.rename_column(f"{name} as text", name)
     return table
-
-
-def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
-    text = "".join(text_pieces(file))
-    lines = filter(str.strip, text.split("\n"))
-    for row in json.loads(text) if text.lstrip().startswith("[") else map(json.loads, lines):
-        yield row if isinstance(row, dict) else {"text": row}
