@@ -72,7 +72,7 @@ def split_windows(documents: NDArray[np.int64], count: int) -> Split:
     """
     total = len(documents)
     size = 1 + min(count, -(-4 * HELD_OUT * count // total))  # the last window is lost
-    runs = _runs(1 + np.flatnonzero(np.diff(documents)), total, size)
+    runs = _runs((1 + np.flatnonzero(np.diff(documents))).tolist(), total, size)
     if len(runs) < HELD_OUT:
         runs = _runs(range(total), total, size)
     needed = -(-2 * count // max(1, total // len(runs) - 1))
@@ -90,7 +90,7 @@ def _runs(starts: Iterable[int], total: int, size: int) -> list[range]:
     cuts = [0]
     for row in starts:
         if row - cuts[-1] >= size and total - row >= size:
-            cuts.append(int(row))
+            cuts.append(row)
     return [range(a, b) for a, b in pairwise([*cuts, total])]
 
 
