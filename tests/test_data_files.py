@@ -67,8 +67,11 @@ DAMAGED = {
     "surrogate.jsonl": (b'{"text": "a\\ud800b"}\n', "surrogate"),
     "cut.jsonl": (b'{"text": "a"}\n{"text": \n', "JSON parse error"),
     "empty.jsonl": (b"", "no rows"),
-    "quote.csv": (b'text\n"a\nb\n', "EOF inside string"),
-    "wide.csv": (b"text,b\na,1\nb,2,3,4\n", "Expected 2 fields"),
+    "quote.csv": (b'text\n"a\nb\n', "quote.csv', line 2: .*unexpected end of data"),
+    "wide.csv": (
+        b"text,b\na,1\nb,2,3,4\n",
+        "wide.csv', line 3: this row has 4 cells, and the first has 2",
+    ),
     "cut.parquet": (b"PAR1garbage", "magic bytes not found"),
     "bytes.parquet": (parquet(b"w1", b"a\xff\xed\xa0\x80"), "not readable as UTF-8"),
     "null.jsonl": (b" null\n\nnull\n", "a row that is null"),
@@ -252,7 +255,7 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
 def test_a_label_that_is_no_number_after_all(label: str) -> None:
     examples = Examples([("w1 w2",)], [label], rows_are_documents=True)
     with pytest.raises(DataError, match="is none of the model's labels"):
-        tokenized_rows(examples, tiny.tokenizer(), 8, label_reader(tiny.model("bert-classifier")))
+        label_reader(tiny.model("bert-classifier"), examples.labels or ())
 
 
 def test_texts_without_tokens_and_windows_without_room() -> None:
@@ -283,9 +286,9 @@ def test_nothing_to_mask_and_nothing_to_predict(text_file: Path) -> None:
         quality.causal_losses(tiny.model("llama-gqa"), one, of, 2)
     config = TrainGatesConfig(target_heads=0.5, seq_len=8, batch_size=2, steps=1)
     data = DataConfig(source=str(text_file))
-    _, collate, _ = batches(Objective.MLM, tiny.model("bert-mlm"), of, data, config)
+    read = batches(Objective.MLM, tiny.model("bert-mlm"), of, data, config)
     with pytest.raises(DataError, match="no token to mask in a whole batch"):
-        collate([dict(row, attention_mask=[1] * 4) for row in special])
+        read.collate([dict(row, attention_mask=[1] * 4) for row in special])
     short = config.model_copy(update={"seq_len": 1})
     with pytest.raises(DataError, match="--seq-len 1: there is nothing to predict"):
         batches(Objective.LM, tiny.model("llama-gqa"), of, data, short)

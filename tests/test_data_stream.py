@@ -126,7 +126,7 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: str, mode: str) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headprune.data.sequences.pa.OSFile", full)
+    monkeypatch.setattr("headprune.data.files.pa.OSFile", full)
     examples = Examples([("w1 w2",)], None, rows_are_documents=True)
     with pytest.raises(DataError, match="could not be kept in .*No space left.*TMPDIR"):
         packed_sequences(examples, tiny.tokenizer(), 2)

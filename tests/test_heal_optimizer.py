@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from torch import nn
 
 from headprune import from_pretrained, placements
-from headprune.config import DataConfig, HealConfig, HealOptimizer, HealTrain
+from headprune.config import DataConfig, HealConfig, HealOptimizer, HealTrain, Objective
+from headprune.data.batches import Batches, batches
 from headprune.distillation import heal as heal_module
 from headprune.distillation import optimizer as module
 from headprune.distillation.heal import heal
@@ -181,17 +185,60 @@ def test_half_of_the_loss_is_the_models_own(llama_folder: Path) -> None:
         torch.testing.assert_close(loss, (apart + net(**batch).loss) / 2)
 
 
-def test_held_out_rows_come_from_all_texts_of_a_concatenation() -> None:
-    rows = Dataset.from_dict({"input_ids": [[text] * 4 for text in range(6) for _ in range(40)]})
-    trained, choosing, reported = _split(rows, 8)
+@pytest.mark.parametrize(("running", "lost", "few"), [(False, 0, 16), (True, 64, 10)])
+def test_held_out_rows_come_from_all_texts_of_a_concatenation(
+    running: bool, lost: int, few: int
+) -> None:
+    """Of running text, the rows beside those that are held out are lost."""
+    numbers = np.repeat(np.arange(6), 100)
+
+    def parts(count: int, of_step: int) -> list[Dataset]:
+        rows = Dataset.from_dict({"input_ids": [[text] * 4 for text in numbers[:count].tolist()]})
+        begins = numbers[:count] if running else None
+        return list(_split(Batches(rows, lambda _: {}, of_step, begins)))
+
+    trained, choosing, reported = parts(600, 8)
     for part in (choosing, reported):
         assert len(part) == 16
         assert {ids[0] for ids in part["input_ids"]} == set(range(6))
-    assert len(trained) == 240 - 32
-    few = [len(part) for part in _split(rows.select(range(20)), 8)]
-    assert few == [16, 2, 2]
+    assert len(trained) == 600 - 32 - lost
+    assert [len(part) for part in parts(20, 8)] == [few, 2, 2]
     with pytest.raises(DataError, match="too few"):
-        _split(rows.select(range(7)), 2)
+        parts(7, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "seq_len"), [(200, 16), (30, 16), (5, 4)], ids=["long", "of two windows", "short"]
+)
+def test_no_document_is_both_trained_on_and_held_out(
+    words: int, seq_len: int, tmp_path: Path
+) -> None:
+    """Every document has a word of its own."""
+    of, file = tiny.tokenizer(), tmp_path / "rows.jsonl"
+    rows = [json.dumps({"text": " ".join([f"w{n}"] * words)}) for n in range(59)]
+    file.write_text("\n".join(rows))
+    config = HealConfig(steps=1, seq_len=seq_len, batch_size=8)
+    data = DataConfig(source=str(file))
+    parts = _split(batches(Objective.DISTILL, tiny.model("llama-gqa"), of, data, config))
+    seen = [set(of.convert_ids_to_tokens(sum(part["input_ids"], []))) for part in parts]
+    assert all(len(part) >= 2 for part in seen)
+    assert set.union(*(a & b for a, b in combinations(seen, 2))) <= {of.eos_token}
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "bert-base"])
+def test_held_out_parts_of_a_text_adjoin_no_other_part(case: str, tmp_path: Path) -> None:
+    """The third and fourth word of every sentence are its number; a window is a sentence."""
+    of, file = tiny.tokenizer(), tmp_path / "text.txt"
+    numbers = [(n // 59, n % 59) for n in range(400)]
+    file.write_text("\n\n".join(f"w58 w57 w{a} w{b} w56 w55 w54 w53" for a, b in numbers))
+    config = HealConfig(steps=99, seq_len=8, batch_size=8)
+    data = DataConfig(source=str(file))
+    parts = _split(batches(Objective.DISTILL, tiny.model(case), of, data, config))
+    digits = [[of.convert_ids_to_tokens(ids[2:4]) for ids in part["input_ids"]] for part in parts]
+    places = [{59 * int(a[1:]) + int(b[1:]) for a, b in part} for part in digits]
+    assert [len(part) for part in places[1:]] == [16, 16] and len(places[0]) > 250
+    for one, other in combinations(places, 2):
+        assert not one & {place + step for place in other for step in (-1, 0, 1)}
 
 
 def test_what_is_reported_of_a_healing_chose_nothing(

@@ -145,8 +145,8 @@ def test_training_cuts_sequences_with_a_word(
 ) -> None:
     model, of, data = tiny.model(case), tiny.tokenizer(), DataConfig(source=str(text_file))
     with pytest.warns(HeadpruneWarning, match=f"cut at {LONGEST}"):
-        rows, collate, _ = batches(Objective.DISTILL, model, of, data, config)
-    ids = collate([rows[0], rows[1]])["input_ids"]
+        read = batches(Objective.DISTILL, model, of, data, config)
+    ids = read.collate([read.rows[0], read.rows[1]])["input_ids"]
     assert ids.shape == (2, LONGEST)
     model(ids)
 
@@ -172,10 +172,8 @@ def test_a_step_of_healing_has_1024_tokens(
     model, data = tiny.model("llama-mha"), DataConfig(source=str(tmp_path / "text.txt"))
     model.config.max_position_embeddings = positions
     (tmp_path / "text.txt").write_text(tiny.text(words))
-    rows, _, of_step = batches(
-        Objective.DISTILL, model, tiny.tokenizer(), data, HealConfig(steps=1)
-    )
-    assert (len(rows[0]["input_ids"]), of_step) == sizes
+    read = batches(Objective.DISTILL, model, tiny.tokenizer(), data, HealConfig(steps=1))
+    assert (len(read.rows[0]["input_ids"]), read.of_step) == sizes
 
 
 def test_calibration_cuts_sequences_with_a_word(text_file: Path) -> None:

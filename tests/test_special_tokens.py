@@ -169,8 +169,8 @@ def test_what_stands_before_a_text_is_not_predicted(
     before, net = TOKENIZERS[kind][0], tiny.model("llama-gqa")
     config = TrainGatesConfig(target_heads=12, seq_len=SEQ, batch_size=4)
     data = DataConfig(source=str(text_file))
-    rows, collate, _ = batches(Objective.LM, net, adding(kind), data, config)
-    batch = collate([rows[number] for number in range(4)])
+    read = batches(Objective.LM, net, adding(kind), data, config)
+    batch = read.collate([read.rows[number] for number in range(4)])
     ids, labels = batch["input_ids"], batch["labels"]
     assert (labels[:, : len(before)] == -100).all()
     assert torch.equal(labels[:, len(before) :], ids[:, len(before) :])

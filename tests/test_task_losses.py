@@ -242,20 +242,22 @@ def test_several_labels_are_evaluated_each(tmp_path: Path) -> None:
 
 
 def test_several_labels_are_written_in_several_ways(tmp_path: Path) -> None:
-    read = label_reader(classifier(num_labels=3, problem_type=MULTI))
+    def read(*column: str) -> list[Any]:
+        reader = label_reader(classifier(num_labels=3, problem_type=MULTI), column)
+        return [reader(label) for label in column]
+
     for written in ("LABEL_0,LABEL_2", "0, 2", '["LABEL_0", "LABEL_2"]', "[1.0, 0.0, 1.0]"):
-        assert read(written) == [1.0, 0.0, 1.0]
-    assert read("") == read("[]") == [0.0, 0.0, 0.0]
-    with pytest.raises(DataError, match="none of the model's labels"):
-        read("LABEL_7")
+        assert read(written, "", "[]") == [[1.0, 0.0, 1.0], [0.0] * 3, [0.0] * 3]
+    with pytest.raises(DataError, match="'LABEL_7' is none of the model's labels .* in row 1"):
+        read("1", "0,LABEL_7")
     with pytest.raises(DataError, match="gives 2 numbers"):
-        label_reader(classifier(num_labels=2, problem_type="regression"))
+        label_reader(classifier(num_labels=2, problem_type="regression"), ["1"])
     rows = [{"text": "w1 w2", "labels": [0, 2]}, {"text": "w3 w4", "labels": []}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = DataConfig(
         source=str(tmp_path / "data.jsonl"), text_column="text", label_column="labels"
     )
-    assert [read(label) for label in read_examples(config).labels or ()] == [[1, 0, 1], [0, 0, 0]]
+    assert read(*(read_examples(config).labels or ())) == [[1, 0, 1], [0, 0, 0]]
 
 
 def test_scores_gates_and_healing_take_the_loss_of_the_head(tmp_path: Path) -> None:

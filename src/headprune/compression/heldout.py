@@ -14,7 +14,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from headprune.compression.texts import Documents, Parts
+from headprune.compression.texts import CHARACTERS, Documents, Parts
 from headprune.data.passages import passage_words
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.text import HELD_OUT, evenly
@@ -227,8 +227,14 @@ class HeldOut:
                 )
 
     def _tokens(self, text: Documents) -> int:
-        documents = text.examples().documents()
-        return sum(len(ids) for pieces in documents for ids in token_ids(pieces, self.tokenizer))
+        """Count the tokens of a text, no further than a sequence needs."""
+        count = 0
+        for pieces in text.examples().documents():
+            for ids in token_ids(pieces, self.tokenizer, most=CHARACTERS * self.seq_len):
+                count += len(ids)
+                if count >= self.seq_len:
+                    return count
+        return count
 
     def _rows(self, text: Documents) -> Dataset:
         examples, known = text.examples(), self._vocabulary

@@ -5,7 +5,6 @@ As of images, a row repeats the number of its recording, once per position of th
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from datasets import Audio, Dataset
+from datasets.packaged_modules.audiofolder.audiofolder import AudioFolder
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel, Wav2Vec2FeatureExtractor
 
 from headprune.config import DataConfig
 from headprune.data.columns import label_texts
+from headprune.data.files import visible
 from headprune.data.images import media_table
 from headprune.data.sequences import Label
 from headprune.data.text import Collate, evenly
@@ -55,7 +56,7 @@ class Recordings:
     @property
     def transcripts(self) -> list[str]:
         """The transcripts."""
-        return list(self.table[self.text_column])
+        return [said or "" for said in self.table[self.text_column]]
 
     @property
     def labels(self) -> list[str] | None:
@@ -133,19 +134,11 @@ def read_recordings(data: DataConfig, labelled: bool = False) -> Recordings:
 
 
 def _of_folder(folder: Path) -> Dataset:
-    """Return the rows of metadata.csv, or the files of subfolders with the names of these.
-
-    metadata.csv has a column ``file_name``, and one of transcripts or labels.
-    """
-    if not (folder / "metadata.csv").exists():
-        files = sorted(file for file in folder.glob("*/*") if file.is_file())
-        columns = {"audio": list(map(str, files)), "label": [file.parent.name for file in files]}
-        return Dataset.from_dict(columns).cast_column("audio", Audio(decode=False))
-    with (folder / "metadata.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    sounds = [str(folder / row.pop("file_name")) for row in rows]
-    table = Dataset.from_list(rows).add_column("audio", sounds)
-    return table.cast_column("audio", Audio(decode=False))
+    """Return the files of subfolders with the names of these."""
+    files = [file for file in visible(folder) if file.parent.parent == folder]
+    sounds = [file for file in files if file.suffix.lower() in AudioFolder.EXTENSIONS]
+    columns = {"audio": list(map(str, sounds)), "label": [file.parent.name for file in sounds]}
+    return Dataset.from_dict(columns).cast_column("audio", Audio(decode=False))
 
 
 def recording_rows(

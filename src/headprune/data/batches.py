@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from datasets import Dataset, List
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -28,19 +30,19 @@ from headprune.config.data import Loss
 from headprune.config.stages import STEP_TOKENS
 from headprune.data.audio import read_recordings, recording_rows, speech_of
 from headprune.data.images import image_rows, pixels_of, read_images
-from headprune.data.read import Examples, read_examples
+from headprune.data.read import Examples, Labels, read_examples
 from headprune.data.sentences import OF_SENTENCES, by_sentence
 from headprune.data.sequences import (
     Label,
+    all_windows,
     answer_rows,
-    packed_sequences,
     tagged_rows,
     tokenized_rows,
     translation_rows,
 )
-from headprune.data.text import Collate, Text, cut, lengths, longest_of
+from headprune.data.text import MOST_HELD_OUT, Collate, Text, cut, lengths, longest_of, rows_of
 from headprune.data.tokens import around, refuse_beyond
-from headprune.errors import DataError
+from headprune.errors import DataError, HeadpruneWarning
 from headprune.model.batch import (
     Batch,
     SpeechProcessor,
@@ -69,11 +71,13 @@ class Batches(NamedTuple):
         rows: Its rows.
         collate: Make a batch of rows.
         of_step: Rows per step, of all processes.
+        documents: The document that each row begins in; None if a row is one.
     """
 
     rows: Dataset
     collate: Collate
     of_step: int
+    documents: NDArray[np.int64] | None = None
 
 
 def batches(
@@ -107,20 +111,27 @@ def batches(
     vocabulary = vocabulary_of(net)
     refuse_without_padding(net, task)
     examples = read_examples(data, tokenizer)
+    running_text = not examples.rows_are_documents
     if task in OF_SENTENCES and not running:
         examples = by_sentence(examples)
     if seq_len < 2 and objective is Objective.LM and task == "causal-lm":
         raise DataError("--seq-len 1: there is nothing to predict in sequences of one token.")
     packed = objective is not Objective.TASK and not examples.rows_are_documents
+    some = examples.spread(_most_rows(config, 1))
     if data.loss is Loss.ANSWERS:
-        rows, collate = _of_answers(net, tokenizer, examples, seq_len, need)
+        rows, collate = _of_answers(net, tokenizer, some, seq_len, need)
         return Batches(rows, collate, config.batch_size or _filled(rows, single=False)[0])
     if task in ("causal-lm", "masked-lm") or (packed and task != "seq2seq-lm"):
         closed = task != "causal-lm"
-        rows = packed_sequences(examples, tokenizer, seq_len, need, closed, vocabulary)
+
+        def packed_to(length: int) -> tuple[Dataset, NDArray[np.int64]]:
+            most = _most_rows(config, length)
+            return all_windows(examples, tokenizer, length, need, closed, vocabulary, most)
+
+        rows, documents = packed_to(seq_len)
         if config.seq_len is None and len(rows) < _FEW:
             seq_len = max(8, seq_len * len(rows) // _FEW)
-            rows = packed_sequences(examples, tokenizer, seq_len, need, closed, vocabulary)
+            rows, documents = packed_to(seq_len)
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)
         prefix = len(around(tokenizer).before)
@@ -142,19 +153,21 @@ def batches(
                     )
             return batch
 
-        return Batches(rows, collate, config.batch_size or _of_step(rows, seq_len))
+        of_step = config.batch_size or _of_step(rows, seq_len)
+        return Batches(rows, collate, of_step, documents)
     if task == "seq2seq-lm":
         of_decoder = most_tokens(net, sides=["decoder"])
-        rows = translation_rows(examples, tokenizer, seq_len, vocabulary, of_decoder)
+        rows = translation_rows(some, tokenizer, seq_len, vocabulary, of_decoder)
         collator = pairs_of(net, tokenizer)
     elif task == "token-classification" and objective is Objective.TASK:
-        rows = tagged_rows(examples, tokenizer, seq_len, tag_reader(net), vocabulary)
+        tags = tag_reader(net, examples.labels or ())
+        rows = tagged_rows(some, tokenizer, seq_len, tags, vocabulary)
         collator = _padded_of(net, tokenizer)
     else:
         labelled = objective is Objective.TASK and data.label_column is not None
         read_label = label_reader(net, examples.labels or ()) if labelled else None
         how = {"prompt": prompt_of(net)}
-        rows = tokenized_rows(examples, tokenizer, seq_len, read_label, vocabulary, **how)
+        rows = tokenized_rows(some, tokenizer, seq_len, read_label, vocabulary, **how)
         collator = _padded_of(net, tokenizer)
     _refuse_few(rows, need)
     of_step, longest = (
@@ -164,7 +177,20 @@ def batches(
     def collate_cut(features: list[dict[str, Any]]) -> Batch:
         return collator(features if longest is None else [cut(row, longest) for row in features])
 
-    return Batches(rows, collate_cut, of_step)
+    documents = np.zeros(len(rows), np.int64) if running_text else None  # sentences of one
+    return Batches(rows, collate_cut, of_step, documents)
+
+
+def _most_rows(
+    config: TrainGatesConfig | HealConfig | CalibrationConfig, length: int
+) -> int | None:
+    """Return how many rows of at least ``length`` tokens a run uses; None for all."""
+    if isinstance(config, CalibrationConfig):
+        return rows_of(config.calibration_tokens, length)
+    if config.steps is None:
+        return None
+    of_step = config.batch_size or max(1, STEP_TOKENS // length) * processes.count()
+    return max(config.steps, _STEPS) * of_step + 2 * MOST_HELD_OUT
 
 
 def _of_answers(
@@ -278,10 +304,10 @@ def calibration(
         objective = Objective.TASK if labelled else Objective.DISTILL
     seq_len = min(config.seq_len, config.calibration_tokens)
     config = config.model_copy(update={"seq_len": seq_len})
-    rows, collate, _ = batches(objective, net, tokenizer, data, config)
+    read = batches(objective, net, tokenizer, data, config)
     return Text.calibration(
-        rows,
-        collate,
+        read.rows,
+        read.collate,
         config.calibration_tokens,
         # of two texts, one would be lost; of a chat, the places of answers
         whole=data.pairs or data.loss is Loss.ANSWERS,
@@ -312,7 +338,8 @@ def merge_calibration(
     if task in OF_SENTENCES:
         seq_len = min(seq_len, _mean_length(examples, tokenizer, seq_len))
     known = vocabulary_of(net)
-    rows = packed_sequences(examples, tokenizer, seq_len, closed=closed, vocabulary=known)
+    most = rows_of(config.calibration_tokens, seq_len)
+    rows, _ = all_windows(examples, tokenizer, seq_len, 1, closed, known, most)
 
     def collate(features: list[dict[str, Any]]) -> Batch:
         ids = torch.tensor([feature["input_ids"] for feature in features])
@@ -366,28 +393,75 @@ def masked(input_ids: Tensor, tokenizer: Any, seed: int) -> tuple[Tensor, Tensor
     return torch.where(chosen, tokenizer.mask_token_id, input_ids), labels
 
 
-def label_reader(net: PreTrainedModel, column: Iterable[str] = ()) -> Callable[[str], Label]:
-    """Return a function that reads a label as the loss takes it.
+def label_reader(net: PreTrainedModel, column: Labels) -> Callable[[str], Label]:
+    """Return a function that reads the labels of a column as the loss takes them.
 
-    A label is the number of a class, a number of a regression, or 0 or 1 for each of several.
-    Several are written as a list or with commas: the true ones, or a 0 or 1 each. Of two labels
-    "0,1" may be either; rows of ``column`` with one meaning decide.
+    A label is a class, a number of a regression, or several classes: the true ones, or a 0 or 1
+    for each, as a list or with commas. A column holds either names of classes or their numbers.
 
     Raises:
-        DataError: If the model gives several numbers, and a column holds one.
+        DataError: If a label is no class, or the model gives several numbers, and a column holds
+            one.
     """
     task, ids = task_of(net), class_ids(net.config)
     if task == "multi-label":
-        forms = {_is_flags(label, ids) for label in (column if len(ids) == 2 else ())} - {None}
-        return partial(_yes_or_no, label_ids=ids, flags=forms.pop() if len(forms) == 1 else None)
+        return _several_reader(column, ids)
     if task != "regression":
-        return partial(_label_id, label_ids=ids)
+        return _class_numbers(([label] for label in column), ids).__getitem__
     if net.config.num_labels != 1:
         raise DataError(
             f"This {type(net).__name__} gives {net.config.num_labels} numbers for a text, and a "
             "label column holds one. Leave out --label-column; healing needs none."
         )
     return _number
+
+
+def tag_reader(net: PreTrainedModel, column: Labels) -> Callable[[str], list[int]]:
+    """Return a function that reads the tags of sentences as numbers; ``column`` has them all.
+
+    Raises:
+        DataError: If a tag is no class.
+    """
+    ids = class_ids(net.config)
+    numbers = _class_numbers((label_parts(tags, ids) for tags in column), ids)
+    return lambda tags: [numbers[tag] for tag in label_parts(tags, ids)]
+
+
+def label_parts(label: str, ids: dict[str, int]) -> list[str]:
+    """Return the classes of a label, which is a name, or a list in JSON or with commas."""
+    several = [label] if label in ids else label.split(",")
+    if label.startswith("["):
+        with suppress(ValueError):
+            several = json.loads(label)
+    return [str(part).strip() for part in several]
+
+
+def _class_numbers(rows: Iterable[Iterable[str]], ids: dict[str, int]) -> dict[str, int]:
+    """Return the number of every label in rows: all are names, or all are numbers.
+
+    Where both fit, they are names.
+    """
+    numbers, first = {str(number): number for number in ids.values()}, dict[str, int]()
+    for row, labels in enumerate(rows):
+        for label in labels:
+            first.setdefault(label, row)
+    named, numbered = (first.keys() <= known.keys() for known in (ids, numbers))
+    if not (named or numbered):
+        unknown = [one for one in first if one not in ids and one not in numbers]
+        wrong = (unknown or [one for one in first if one not in ids])[0]
+        raise DataError(
+            f"The label '{wrong}' is none of the model's labels ({', '.join(ids)}), in row "
+            f"{first[wrong]} (counted from 0). Use these names in all rows, or their numbers."
+        )
+    if named and numbered and any(ids[one] != numbers[one] for one in first):
+        warnings.warn(
+            f"The labels {', '.join(sorted(first))} are names of the model's classes, and numbers "
+            "of others: they are read as names.",
+            HeadpruneWarning,
+            stacklevel=3,
+        )
+    known = ids if named else numbers
+    return {label: known[label] for label in first}
 
 
 def _number(label: str) -> float:
@@ -397,50 +471,39 @@ def _number(label: str) -> float:
     raise DataError(f"The label '{label}' is not a number, and the model predicts a number.")
 
 
-def _parts(label: str, label_ids: dict[str, int]) -> list[str]:
-    several = [label] if label in label_ids else label.split(",")
-    if label.startswith("["):
-        with suppress(ValueError):
-            several = json.loads(label)
-    return [str(part).strip() for part in several]
+def _several_reader(column: Labels, ids: dict[str, int]) -> Callable[[str], Label]:
+    """Of two classes, "0,1" may be flags or numbers; rows of the column with one meaning decide."""
+    forms = {_is_flags(label, ids) for label in (column if len(ids) == 2 else ())} - {None}
+    decided = forms.pop() if len(forms) == 1 else None
+
+    def is_flags(label: str) -> bool:
+        flags = _is_flags(label, ids)
+        if flags is None and decided is None:
+            raise DataError(
+                f"The label '{label}' may be one 0 or 1 per label, or the numbers of the true "
+                f"ones. Write the names ({', '.join(ids)}), or 0.0 and 1.0."
+            )
+        return bool(decided if flags is None else flags)
+
+    def true_ones(label: str) -> list[str]:
+        return list(filter(None, label_parts(label, ids)))
+
+    numbers = _class_numbers(([] if is_flags(one) else true_ones(one) for one in column), ids)
+
+    def read(label: str) -> list[float]:
+        if is_flags(label):
+            return [float(part) for part in label_parts(label, ids)]
+        holding = {numbers[part] for part in true_ones(label)}
+        return [float(number in holding) for number in range(len(ids))]
+
+    return read
 
 
-def _is_flags(label: str, label_ids: dict[str, int]) -> bool | None:
+def _is_flags(label: str, ids: dict[str, int]) -> bool | None:
     """Return whether a label is a 0 or 1 for each; None if it may name the true ones."""
-    parts = _parts(label, label_ids)
-    if len(parts) != len(label_ids) or not {*parts} <= {"0", "1", "0.0", "1.0"}:
+    parts = label_parts(label, ids)
+    if len(parts) != len(ids) or not {*parts} <= {"0", "1", "0.0", "1.0"}:
         return False
-    holding = {str(number) for number in label_ids.values()} | {*label_ids}
+    holding = {str(number) for number in ids.values()} | {*ids}
     either = len(parts) == 2 and len({*parts}) == 2 and {*parts} <= holding
     return None if either else True
-
-
-def _yes_or_no(label: str, label_ids: dict[str, int], flags: bool | None) -> list[float]:
-    parts = [part.removesuffix(".0") for part in _parts(label, label_ids)]
-    is_flags = _is_flags(label, label_ids)
-    if is_flags is None and flags is None:
-        raise DataError(
-            f"The label '{label}' may be one 0 or 1 per label, or the numbers of the true ones. "
-            f"Write the names ({', '.join(label_ids)}), or 0.0 and 1.0."
-        )
-    if flags if is_flags is None else is_flags:
-        return [float(part) for part in parts]
-    holding = {_label_id(part, label_ids) for part in parts if part}
-    return [float(number in holding) for number in range(len(label_ids))]
-
-
-def tag_reader(net: PreTrainedModel) -> Callable[[str], list[int]]:
-    """Return a function that reads the tags of a sentence as numbers."""
-    ids = class_ids(net.config)
-    return lambda tags: [_label_id(tag, ids) for tag in _parts(tags, ids)]
-
-
-def _label_id(label: str, label_ids: dict[str, int]) -> int:
-    if label in label_ids:
-        return label_ids[label]
-    if label.isdecimal() and len(label) < 10 and int(label) in label_ids.values():
-        return int(label)
-    raise DataError(
-        f"The label '{label}' is none of the model's labels ({', '.join(label_ids)}); "
-        "use these names, or their numbers."
-    )

@@ -6,9 +6,11 @@ import json
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset
 from numpy.typing import NDArray
@@ -48,7 +50,8 @@ def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
         chats = [name for name in table.column_names if holds_chats(table, name)]
         words = [name for name in table.column_names if holds_words(table, name)]
         single = words if len(words) == 1 else []
-        columns = chats[:1] or [n for n in strings if n != data.label_column] or single
+        texts = [n for n in strings if named or not _holds_numbers(table, n)]
+        columns = chats[:1] or [n for n in texts if n != data.label_column] or single
         if not named and any(map(_is_no_name, table.column_names)):
             raise DataError(
                 f"'{data.source}' has no header row: its first row is "
@@ -82,6 +85,15 @@ def _refuse_missing_column(column: str, table: Dataset, option: str, source: str
 def holds_words(table: Dataset, column: str) -> bool:
     """Return whether a column holds lists of words."""
     return getattr(getattr(table.features[column], "feature", None), "dtype", None) == "string"
+
+
+def _holds_numbers(table: Dataset, column: str) -> bool:
+    """Return whether a column of CSV holds nothing but numbers, or nothing but true and false."""
+    for kind in (pa.float64(), pa.bool_()):
+        with suppress(pa.ArrowInvalid):
+            pc.cast(table.data.column(column), kind)
+            return True
+    return False
 
 
 def _is_no_name(column: str) -> bool:
@@ -129,10 +141,17 @@ def label_texts(table: Dataset, column: str) -> Callable[[dict[str, list[Any]]],
 
     def texts(batch: dict[str, list[Any]]) -> list[str]:
         values = batch[column]
+        if type(feature).__name__ == "Json":  # of datasets 5: numbers and strings in one column
+            values = [json.loads(value) for value in values]
+        if None in values:
+            raise DataError(
+                f"--label-column {column}: a row has no label. Label it or leave it out."
+            )
         if several:
             values = [[several[number] for number in row] for row in values]
         if not isinstance(feature, ClassLabel):
-            return [json.dumps(v) if isinstance(v, list) else str(v) for v in values]
+            whole = (int(v) if isinstance(v, float) and v.is_integer() else v for v in values)
+            return [json.dumps(v) if isinstance(v, list) else str(v) for v in whole]
         try:
             return [str(feature.int2str(value)) for value in values]
         except ValueError:  # test sets without labels have -1 there

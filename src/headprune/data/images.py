@@ -10,20 +10,24 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import datasets
 import torch
-from datasets import ClassLabel, Dataset, Image
+from datasets import Audio, ClassLabel, Dataset, Image
 from transformers import PreTrainedModel
 
 from headprune.config import DataConfig
 from headprune.data.columns import label_texts
+from headprune.data.files import visible
 from headprune.data.read import of_files, of_the_hub
 from headprune.data.sequences import Label
+from headprune.data.tables import of_tables
 from headprune.data.text import Collate, evenly
 from headprune.errors import DataError
 from headprune.model.batch import Batch
+
+Media = Literal["images", "recordings"]
 
 
 @dataclass(frozen=True)
@@ -96,11 +100,11 @@ def read_images(data: DataConfig) -> Images:
 
 
 def _of_folder(folder: Path) -> Dataset:
-    return of_files(sorted(file for file in folder.rglob("*") if file.is_file()), "imagefolder")
+    return of_files(visible(folder), "imagefolder")
 
 
 def media_table(
-    data: DataConfig, kind: str, folder_is: str, of_folder: Callable[[Path], Dataset]
+    data: DataConfig, kind: Media, folder_is: str, of_folder: Callable[[Path], Dataset]
 ) -> Dataset:
     """Return the rows of a folder, a file, or a data set of the hub.
 
@@ -111,18 +115,30 @@ def media_table(
     try:
         if (place / "state.json").is_file():
             return datasets.load_from_disk(str(place))
-        if place.is_dir() and not any(place.rglob("*.parquet")):
-            return of_folder(place)
-        if place.exists():
-            files = [place] if place.is_file() else sorted(place.rglob("*.parquet"))
+        if not place.exists():
+            return of_the_hub(data)
+        files = [place] if place.is_file() else visible(place, "*.parquet")
+        if files:
             return of_files(files, "parquet")
-        return of_the_hub(data)
+        if (listed := place / "metadata.csv").is_file():
+            return _of_list(listed, kind)
+        return of_folder(place)
+    except DataError:
+        raise
     except Exception as error:  # builders raise whatever their parser raises
         first = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise DataError(
             f"'{data.source}' holds no {kind}: {first}. Give {folder_is}, a parquet file with a "
             f"column of {kind}, or a hub id."
         ) from None
+
+
+def _of_list(file: Path, kind: Media) -> Dataset:
+    """Return the rows of a metadata.csv, whose column ``file_name`` names files beside it."""
+    table = of_tables([file])
+    places = [str(file.parent / str(name)) for name in table["file_name"]]
+    column, feature = ("image", Image()) if kind == "images" else ("audio", Audio(decode=False))
+    return table.remove_columns("file_name").add_column(column, places).cast_column(column, feature)
 
 
 def image_rows(

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import codecs
 import glob
-import gzip
 import hashlib
 import json
-import re
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +24,8 @@ from headprune.config import DataConfig
 from headprune.config.data import BUILDERS, Loss, refuse_missing_file, suffix
 from headprune.data.chats import answer_places, chat_text, holds_chats
 from headprune.data.columns import label_texts, text_columns, without_nulls
+from headprune.data.files import byte_pieces, text_pieces, visible
+from headprune.data.tables import json_lines, of_tables, with_dates
 from headprune.data.text import evenly
 from headprune.errors import DataError
 from headprune.io import hub
@@ -39,9 +38,8 @@ if TYPE_CHECKING:
 else:  # beartype looks at an item, which would read a file
     Texts = Labels = Sequence
 
-_PIECE = 1 << 18  # bytes per read
+_PIECE = 1 << 18  # bytes of a line
 _AT_ONCE = 100  # rows of a table per read; they may be long
-_MOST_NAMES = 1 << 16  # characters of the first row of a CSV file
 
 _ENDINGS = f"{', '.join(sorted(BUILDERS))} (also .gz)"
 
@@ -219,45 +217,13 @@ def digest_of_data(data: DataConfig) -> str:
     if not place.exists():
         return f"hub:{data.source}:{data.split}"
     folder = place if place.is_dir() else place.parent
-    inside = [file for file in place.rglob("*") if file.is_file()]
+    inside = visible(place)
     of_text = place.is_file() or any(suffix(file) in BUILDERS for file in inside)
     files = _files(data) if of_text else inside  # images
     try:
         return digest_of(hashes_of(folder, (str(f.relative_to(folder)) for f in files)))
     except OSError as error:
         raise DataError(f"'{data.source}' is not readable ({error}).") from None
-
-
-def text_pieces(file: Path) -> Iterator[str]:
-    """Yield the text of a file, a piece at a time.
-
-    Raises:
-        DataError: If it cannot be read, is damaged, or is no UTF-8.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    at = 0
-    try:
-        for piece in _byte_pieces(file):
-            at += len(piece)
-            if text := decoder.decode(piece):
-                yield text
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        at += error.start - len(error.object)
-        raise DataError(
-            f"'{file}' is not readable as UTF-8 text ({error.reason} at byte {at:,}). Save it as "
-            "UTF-8."
-        ) from None
-
-
-def _byte_pieces(file: Path) -> Iterator[bytes]:
-    """Yield the bytes of a file, unpacked."""
-    try:
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
-            while piece := stream.read(_PIECE):
-                yield piece
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"'{file}' is not readable ({error}).") from None
 
 
 def _files(data: DataConfig) -> list[Path]:
@@ -278,11 +244,11 @@ def _files(data: DataConfig) -> list[Path]:
             raise DataError(f"'{path}' has no split {data.split}.{hint} It has {', '.join(names)}.")
         path /= data.split
     saved = (path / "state.json").is_file()  # beside it, datasets keeps caches
-    files = sorted(
+    files = [
         file
-        for file in path.rglob("data-*.arrow" if saved else "*")
-        if file.is_file() and suffix(file) in BUILDERS and file.name != "dataset_infos.json"
-    )
+        for file in visible(path, "data-*.arrow" if saved else "*")
+        if suffix(file) in BUILDERS and file.name != "dataset_infos.json"
+    ]
     if any(BUILDERS[suffix(file)] != "text" for file in files):  # Markdown is about the data
         files = [file for file in files if suffix(file) != ".md"]
     if any(suffix(file) != ".md" for file in files):
@@ -313,24 +279,24 @@ def of_files(files: list[Path], builder: str) -> Dataset:
 
     The cache of datasets is not used: it misses changes that keep a file's name and time.
     """
+    if builder == "csv":
+        return of_tables(files)
     with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
         plain = [_unpacked(file, Path(folder) / f"{i}-{file.stem}") for i, file in enumerate(files)]
-        for file in plain if builder == "json" else ():
-            _refuse_nulls(file)
+        if builder == "json":
+            plain = [json_lines(file, Path(folder) / f"{i}.jsonl") for i, file in enumerate(plain)]
+            for file in plain:
+                _refuse_nulls(file)
         verbosity = datasets.logging.get_verbosity()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the error says it all
         try:
-            parts = []
-            for separator, group in groupby(plain, _separator):
-                options = {} if separator is None else {"sep": separator}
-                names = [glob.escape(str(file)) for file in group]  # datasets expands patterns
-                cache = str(Path(folder) / "cache")
-                parts.append(
-                    datasets.load_dataset(
-                        builder, data_files=names, split="train", cache_dir=cache, **options
-                    )
-                )
-            return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+            table = datasets.load_dataset(
+                builder,
+                data_files=[glob.escape(str(file)) for file in plain],  # datasets expands patterns
+                split="train",
+                cache_dir=str(Path(folder) / "cache"),
+            )
+            return with_dates(table, plain) if builder == "json" else table
         finally:
             datasets.logging.set_verbosity(verbosity)
 
@@ -339,7 +305,7 @@ def _unpacked(file: Path, target: Path) -> Path:
     if file.suffix != ".gz":
         return file
     with target.open("wb") as stream:
-        stream.writelines(_byte_pieces(file))
+        stream.writelines(byte_pieces(file))
     return target
 
 
@@ -348,20 +314,9 @@ def _refuse_nulls(file: Path) -> None:
     with file.open("rb") as stream:
         lines = iter(lambda: stream.readline(_PIECE), b"")
         rows = filter(None, (line.removeprefix(codecs.BOM_UTF8).strip() for line in lines))
-        for number, row in enumerate(rows):
-            if number == 0 and row.startswith(b"["):
-                return  # one value, whose lines are no rows
+        for row in rows:
             if row == b"null" or row.startswith(b"null "):
                 raise DataError(f"'{file}' has a row that is null. Leave it out.")
-
-
-def _separator(file: Path) -> str | None:
-    """Return the separator of a CSV or TSV file, by its first row; None for other files."""
-    if file.suffix.lower() != ".csv":
-        return "\t" if file.suffix.lower() == ".tsv" else None
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        first = re.sub('"[^"]*"', "", stream.readline(_MOST_NAMES))
-    return max(",;\t|", key=first.count)  # the comma, where there is none
 
 
 def of_the_hub(data: DataConfig) -> Dataset:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from datasets import Dataset
 from numpy.typing import NDArray
 
+from headprune.data.files import stored
 from headprune.data.read import Examples
 from headprune.data.text import evenly
 from headprune.data.tokens import BYTES, Seen, TextBytes, around, tokens_of
@@ -36,11 +33,22 @@ def packed_sequences(
     closed: bool = False,
     vocabulary: int | None = None,
 ) -> Dataset:
-    """Return the rows of ``windows``, without document numbers."""
-    return windows(examples, tokenizer, seq_len, need, closed, vocabulary)[0]
+    """Return the rows of ``all_windows``, without document numbers."""
+    return all_windows(examples, tokenizer, seq_len, need, closed, vocabulary)[0]
 
 
-def windows(  # noqa: PLR0913  # text, amounts, and what to count
+def windows(
+    examples: Examples, tokenizer: Any, seq_len: int, most: int | None, **how: Any
+) -> tuple[Dataset, NDArray[np.int64]]:
+    """Return ``most`` of all windows, evenly; None for all. ``how``: as for ``all_windows``."""
+    rows, begins = all_windows(examples, tokenizer, seq_len, most=most, **how)
+    if most is None or most >= len(rows):
+        return rows, begins
+    numbers = evenly(len(rows), most)
+    return rows.select(numbers), begins[numbers]
+
+
+def all_windows(  # noqa: PLR0913  # text, amounts, and what to count
     examples: Examples,
     tokenizer: Any,
     seq_len: int,
@@ -63,8 +71,8 @@ def windows(  # noqa: PLR0913  # text, amounts, and what to count
         need: Least number of sequences.
         closed: End each sequence as the tokenizer ends a text, for encoders.
         vocabulary: Tokens that the model has embeddings for; None without a model.
-        most: Sequences to take, evenly over the text (at least its first two million tokens);
-            None for all.
+        most: Sequences that will be used. Text after eight times as many, and after two million
+            tokens, is not read.
         measured: Add the bytes of text of every token (``data.tokens.TextBytes``).
 
     Returns:
@@ -107,11 +115,7 @@ def windows(  # noqa: PLR0913  # text, amounts, and what to count
             f"The data has {packer.tokens:,} tokens, which makes {len(rows)} sequences of "
             f"{seq_len}; at least {need} are needed. Give more text or a smaller --seq-len."
         )
-    numbers = np.arange(len(rows))
-    if most is not None and most < len(rows):
-        numbers = np.array(evenly(len(rows), most))
-        rows = rows.select(numbers)
-    return rows, np.searchsorted(first, numbers * inner, side="right") - 1
+    return rows, np.searchsorted(first, np.arange(len(rows)) * inner, side="right") - 1
 
 
 class _Packer:
@@ -423,42 +427,3 @@ def refuse_empty(counts: Iterable[int], before: int = 0) -> None:
                 f"Row {number} (counted from 0; a sentence pair may be two rows) has no tokens. "
                 "Leave empty texts out."
             )
-
-
-def stored(parts: Iterable[Mapping[str, Any]]) -> Dataset:
-    """Write rows to a temporary file, and read them from there.
-
-    The file has no name on return, so that no crash leaves it behind. ``Dataset.from_generator``
-    leaves one, and wraps our errors. ``parts`` are columns of rows: numbers, lists of numbers, or
-    an array of shape (rows, length).
-
-    Raises:
-        DataError: If the disk is full.
-    """
-    try:
-        with tempfile.TemporaryDirectory(prefix="headprune-") as folder:
-            path, writer = Path(folder) / "rows.arrow", None
-            with pa.OSFile(str(path), "wb") as file:
-                for part in parts:
-                    batch = pa.RecordBatch.from_pydict({n: _column(v) for n, v in part.items()})
-                    writer = writer or pa.ipc.new_stream(file, batch.schema)
-                    writer.write_batch(batch)
-                if writer is None:
-                    return Dataset.from_dict({"input_ids": [], "attention_mask": []})
-                writer.close()
-            return Dataset.from_file(str(path))
-    except OSError as error:
-        raise DataError(
-            f"The tokens could not be kept in '{tempfile.gettempdir()}' ({error}). Make room "
-            "there, or name another folder in the variable TMPDIR."
-        ) from None
-
-
-def _column(values: Sequence[Any] | NDArray[Any]) -> pa.Array:
-    if isinstance(values, np.ndarray) and values.ndim == 2:
-        starts = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
-        return pa.ListArray.from_arrays(starts, pa.array(values.ravel()))
-    nested = len(values) and isinstance(values[0], Sequence)
-    first = next(chain.from_iterable(values), 0) if nested else next(iter(values), 0)
-    kind = pa.float32() if isinstance(first, float) else pa.int32()
-    return pa.array(values, pa.list_(kind) if nested else kind)

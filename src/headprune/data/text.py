@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from headprune.model.batch import Batch
 
 Collate = Callable[[list[dict[str, Any]]], Batch]
 HELD_OUT = 8  # one in N documents, blocks or sequences
+MOST_HELD_OUT = 16  # rows that healing chooses by, and as many that it reports of
 LONGEST = 2  # times the mean length: one pass over all rows pads them to the longest
 _AT_ONCE = 1000  # rows
 
@@ -43,7 +45,7 @@ def split(total: int, fit: int, held_out: int | None = None) -> Split:
 
     - Calibration fits on its budget of tokens, and holds out one row in four besides, an eighth
       for each part. A text that the budget takes as a whole has none to hold out.
-    - Healing holds out 8 to 16 rows for each part, of short texts an eighth.
+    - Healing holds out 8 to 16 rows for each part, of short texts an eighth; see ``split_windows``.
     - ``compress`` holds out an eighth of the documents or blocks; of fewer than eight, none.
 
     Args:
@@ -55,6 +57,47 @@ def split(total: int, fit: int, held_out: int | None = None) -> Split:
     rest = sorted(set(range(total)) - set(fitted))
     held = [rest[i] for i in evenly(len(rest), min(len(rest), held_out or sys.maxsize))]
     return Split(fitted, held[::2], held[1::2])
+
+
+def split_windows(documents: NDArray[np.int64], count: int) -> Split:
+    """Split windows of running text: ``count`` to choose by, as many to report of, the rest to fit.
+
+    Windows are held out in runs, and none that adjoins a run is in another part. From eight runs
+    on, a run has whole documents, so that parts share none. Otherwise runs are as long as it takes
+    to lose no more than about an eighth of the windows between them.
+
+    Args:
+        documents: The document that each window begins in.
+        count: Windows of a part that is held out.
+    """
+    total = len(documents)
+    size = 1 + min(count, -(-4 * HELD_OUT * count // total))  # the last window is lost
+    runs = _runs((1 + np.flatnonzero(np.diff(documents))).tolist(), total, size)
+    if len(runs) < HELD_OUT:
+        runs = _runs(range(total), total, size)
+    needed = -(-2 * count // max(1, total // len(runs) - 1))
+    held = min(len(runs), max(needed, min(2 * count // (size - 1), len(runs) // HELD_OUT)))
+    parts = split(len(runs), len(runs) - held)
+    alone = [[row for at in part for row in runs[at][:-1]] for part in parts[1:]]
+    before = {row - 1 for part in alone for row in part}
+    fit = [row for at in parts.fit for row in runs[at] if row not in before]
+    few = ([rows[at] for at in evenly(len(rows), min(count, len(rows)))] for rows in alone)
+    return Split(fit, *few)
+
+
+def _runs(starts: Iterable[int], total: int, size: int) -> list[range]:
+    """Cut rows into runs of at least ``size``, each from one of some starts."""
+    cuts = [0]
+    for row in starts:
+        if row - cuts[-1] >= size and total - row >= size:
+            cuts.append(row)
+    return [range(a, b) for a, b in pairwise([*cuts, total])]
+
+
+def rows_of(tokens: int, length: int) -> int:
+    """Return how many rows of a length a calibration of some tokens takes, held-out ones too."""
+    count = max(1, tokens // length)
+    return count + 2 * max(1, count // HELD_OUT)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,14 @@ from transformers import PreTrainedModel
 from headprune import devices
 from headprune.config import DataConfig, Dtype, HealConfig, HealTrain, Objective
 from headprune.context import Context
-from headprune.data.batches import batches
-from headprune.data.text import Collate, lengths, split
+from headprune.data.batches import Batches, batches
+from headprune.data.text import (
+    MOST_HELD_OUT,
+    Collate,
+    lengths,
+    split,
+    split_windows,
+)
 from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.errors import DataError, HeadpruneError
 from headprune.formats.format import read_export
@@ -29,7 +35,6 @@ from headprune.result.prune import whole
 from headprune.result.write import refuse_unprovable
 from headprune.surgery.edit import Edit
 
-HELD_OUT = 16  # rows to choose by, and as many to report of
 _ENOUGH = 4_096  # tokens of them, in eight rows at least
 
 
@@ -97,11 +102,9 @@ def read_pair(
     refuse_unprovable(student, edit.plan)
     reshard(student.net)
     context.stage("reading the data")
-    rows, collate, of_step = batches(
-        Objective.DISTILL, student.net, student.tokenizer, data, config
-    )
-    parts = _split(rows, of_step)
-    return Pair(student, matched, teacher, edit, stored, *parts, collate, of_step, conversion, bf16)
+    text = batches(Objective.DISTILL, student.net, student.tokenizer, data, config)
+    read = (*_split(text), text.collate, text.of_step)
+    return Pair(student, matched, teacher, edit, stored, *read, conversion, bf16)
 
 
 def _refuse_mismatch(student: PreTrainedModel, teacher: PreTrainedModel) -> None:
@@ -131,15 +134,20 @@ def _sizes(net: PreTrainedModel) -> str:
     return words
 
 
-def _split(rows: Dataset, batch_size: int) -> tuple[Dataset, Dataset, Dataset]:
+def _split(text: Batches) -> tuple[Dataset, Dataset, Dataset]:
     """Hold out a few rows to choose by and as many to report of, evenly over all texts."""
+    rows, documents = text.rows, text.documents
     enough = max(8, math.ceil(_ENOUGH / lengths(rows).mean()))
-    count = min(HELD_OUT, enough, len(rows) // 8)
-    if len(rows) - 2 * count < batch_size or not count:
+    count = min(MOST_HELD_OUT, enough, len(rows) // 8)
+    if documents is None or not count:
+        parts = split(len(rows), len(rows) - 2 * count)
+    else:
+        parts = split_windows(documents, count)
+    if len(parts.fit) < text.of_step or not parts.report:
         raise DataError(
-            f"The data makes {len(rows)} rows, too few to train in batches of {batch_size} and "
+            f"The data makes {len(rows)} rows, too few to train in batches of {text.of_step} and "
             "hold an eighth out to choose by, and an eighth to report of. Give more data, or "
             "shorter sequences or smaller batches."
         )
-    fit, choose, report = map(rows.select, split(len(rows), len(rows) - 2 * count))
+    fit, choose, report = map(rows.select, parts)
     return fit, choose, report

@@ -270,12 +270,13 @@ def _domain(
     if isinstance(examples, Images):
         some = examples.spread(config.max_windows)
         labelled = task_of(nets[0]) in CLASSIFIERS
-        read_label = label_reader(nets[0], some.labels or ()) if labelled else None
+        read_label = label_reader(nets[0], examples.labels or ()) if labelled else None
         pixels = image_rows(some, nets[0], read_label)
         return LoadedDomain(name, data, some, pixels)
     if isinstance(examples, Recordings):
         heard = examples.spread(config.max_windows)
-        read_label = label_reader(nets[0], heard.labels) if heard.labels is not None else None
+        given = examples.labels
+        read_label = label_reader(nets[0], given) if given is not None else None
         sound = recording_rows(heard, nets[0], tokenizer, read_label)
         said = tuple(heard.transcripts) if config.metrics else ()
         return LoadedDomain(name, data, heard, sound, references=said)
@@ -326,8 +327,8 @@ def _rows(
         some = examples.spread(most)
         return translation_rows(some, tokenizer, seq_len, known, of_decoder, True), None
     if task == "token-classification":
-        some = examples.spread(most)
-        return tagged_rows(some, tokenizer, seq_len, tag_reader(net), known), None
+        read_tags = tag_reader(net, examples.labels or ())
+        return tagged_rows(examples.spread(most), tokenizer, seq_len, read_tags, known), None
     some = by_sentence(examples).spread(most)
     if task in CLASSIFIERS:
         read_label = label_reader(net, examples.labels or ())

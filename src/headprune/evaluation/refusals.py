@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.config.data import Loss
 from headprune.data.audio import Recordings
+from headprune.data.batches import label_parts
 from headprune.data.images import Images
 from headprune.data.read import Examples
 from headprune.data.tokens import around
@@ -115,8 +115,8 @@ def _refuse_unlike(
             f"in config.json); {_MADE_FROM}."
         )
     given: Iterable[str] = examples.labels or ()
-    if task_of(nets[0]) == "token-classification":  # a list per sentence
-        given = (str(tag) for tags in given for tag in json.loads(tags))
+    if task_of(nets[0]) != "classification":  # several
+        given = (one for label in given for one in label_parts(label, ours))
     numbers = [] if ours == theirs else [one for one in given if one not in ours]
     if numbers:
         raise DataError(

@@ -158,8 +158,8 @@ def _trained(
     gates = Gates(attentions, unit, config.init_log_alpha, config.temperature)
     gates.to(devices.chosen())  # Trainer moves no model that is in shards
     sparsity = _sparsity(config, unit_sizes(attentions, unit), len(attentions))
-    rows, collate, _ = batches(config.objective, net, model.tokenizer, data, config, running=True)
-    steps = _steps(config, len(rows))
+    text = batches(config.objective, net, model.tokenizer, data, config, running=True)
+    steps = _steps(config, len(text.rows))
     refitted = output_weights(model.attentions) if refitting else []
     loss = _loss(net, config, refitted)
     freeze(net, attentions, config.train)
@@ -176,8 +176,8 @@ def _trained(
         args=training_arguments(
             run, steps, config.batch_size, config.seed, config.save_every, max_grad_norm=1.0
         ),
-        train_dataset=rows,
-        data_collator=collate,
+        train_dataset=text.rows,
+        data_collator=text.collate,
     )
     if refitting and not (resume and processes.on_main(run.newest)):
         assert examples is not None

@@ -100,8 +100,8 @@ def _sample(
 ) -> Sequences:
     shared = {name: getattr(config, name) for name in ("seq_len", "batch_size", "seed")}
     taken = CalibrationConfig(calibration_tokens=tokens, **shared)
-    rows, collate, _ = batches(objective, net, tokenizer, data, taken, **more)
-    return Text.calibration(rows, collate, tokens, batch_size=config.batch_size).fit
+    read = batches(objective, net, tokenizer, data, taken, **more)
+    return Text.calibration(read.rows, read.collate, tokens, batch_size=config.batch_size).fit
 
 
 def repeated_inputs(

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from headprune.data.read import text_pieces
+from headprune.data.files import text_pieces
 from headprune.errors import DataError
 
 Span = tuple[int, int]
