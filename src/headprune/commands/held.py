@@ -75,11 +75,14 @@ def _is_model(value: Any) -> bool:
 def _model(net: Any, tokenizer: Any, folder: Path) -> Path:
     from transformers import AutoTokenizer
 
+    from headprune.io.folders import refuse_links
+
     name = net.config.name_or_path
     folder /= Path(name).name or type(net).__name__
     with bars_hidden():
         net.save_pretrained(folder)
     if tokenizer is None and name:
+        refuse_links(name)
         with suppress(Exception):  # a model without text has none
             tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer is not None:
