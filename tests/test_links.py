@@ -32,7 +32,7 @@ READS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "attention": lambda m, out, text: headprune.attention(m, out / "o.html", text="w1 w2"),
     "check": lambda m, out, text: headprune.check(m, data=text, limits="perplexity <= 9"),
     "check against": lambda m, out, text: headprune.check(
-        out.parent / "good", data=text, limits="perplexity <= 9", against=m
+        out.parent / "good", data=text, limits="perplexity <= 9", against=m, seq_len=16
     ),
     "compress": lambda m, out, text: headprune.compress(m, out, data=text, keep=0.5),
     "convert_gqa": lambda m, out, text: headprune.convert_gqa(m, out, kv_heads=1),
@@ -268,15 +268,11 @@ def test_a_tokenizer_alone_is_not_read_through_a_link(home: Path) -> None:
 # --------------------------------------------------------------------- writing
 
 
-@pytest.mark.parametrize("command", ["evaluate", "roles"])
-def test_a_card_takes_the_place_of_a_link_to_the_cache(command: str, home: Path) -> None:
+def test_a_card_takes_the_place_of_a_link_to_the_cache(home: Path) -> None:
     snapshot = cached(home / "good", home / "hub")
-    if command == "evaluate":
-        headprune.evaluate(
-            snapshot, data=home / "text.txt", card=True, speed=False, seq_len=16, max_windows=4
-        )
-    else:
-        headprune.roles(snapshot, home / "out", data=home / "text.txt", card=True, seq_len=16)
+    headprune.evaluate(
+        snapshot, data=home / "text.txt", card=True, speed=False, seq_len=16, max_windows=4
+    )
     assert not (snapshot / "README.md").is_symlink()
     wrong = [
         path.name
