@@ -32,7 +32,7 @@ READS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "attention": lambda m, out, text: headprune.attention(m, out / "o.html", text="w1 w2"),
     "check": lambda m, out, text: headprune.check(m, data=text, limits="perplexity <= 9"),
     "check against": lambda m, out, text: headprune.check(
-        out.parent / "good", data=text, limits="perplexity <= 9", against=m, seq_len=16
+        out.parent / "good", data=text, limits="perplexity <= 105 %", against=m, seq_len=16
     ),
     "compress": lambda m, out, text: headprune.compress(m, out, data=text, keep=0.5),
     "convert_gqa": lambda m, out, text: headprune.convert_gqa(m, out, kv_heads=1),
