@@ -16,9 +16,10 @@ from pydantic import BaseModel
 from headprune import devices, processes
 from headprune.config import Resuming
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError, TrainingError
+from headprune.io.folders import refuse_links
 from headprune.io.outputs import Input, claimed, place_of
 from headprune.io.parsing import read_yaml
-from headprune.io.writing import abandoned, beside, real, write_whole
+from headprune.io.writing import abandoned, beside, real, refuse_link, write_whole
 from headprune.placements import in_shards
 
 CONFIG, HISTORY, CHECKPOINTS = "config.yaml", "history.jsonl", "checkpoints"
@@ -50,7 +51,7 @@ class Run:
             config: Settings of the command.
             **others: The model, the data, the teacher.
         """
-        named = output.name not in ("", "..") and not output.is_symlink()
+        named = output.name not in ("", "..")
         parts = {name: _plain(value) for name, value in {**others, section: config}.items()}
         parts |= {"processes": processes.count(), "shard": in_shards()}
         return cls(beside(output if named else real(output), f"{{}}{_SUFFIX}"), parts)
@@ -72,6 +73,9 @@ class Run:
             CheckpointError: If an earlier run is in the way, if none can be resumed, or if the
                 folder is not of a training.
         """
+        for place in (self.folder, self.logs):
+            refuse_link(place)
+        refuse_links(self.folder)
         earlier = _settings_in(self.folder)
         if earlier is None:
             self._refuse_foreign()

@@ -78,6 +78,7 @@ def _model(net: Any, tokenizer: Any, folder: Path) -> Path:
     """
     from transformers import AutoTokenizer
 
+    from headprune.io.folders import refuse_links
     from headprune.model.reading import damage_is
 
     net = _unwrapped(net)
@@ -90,6 +91,7 @@ def _model(net: Any, tokenizer: Any, folder: Path) -> Path:
         if generation is not None:  # as a folder may hold it: transformers checks what it writes
             generation.to_json_file(folder / "generation_config.json")
     if tokenizer is None and name:
+        refuse_links(name)
         with suppress(Exception):  # a model without text has none
             tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer is not None:

@@ -25,7 +25,7 @@ def _show(console: Console, result: Verification, values: Mapping[str, Any]) -> 
 
 @command(Panel.JUDGE, _show, config=False, exit_code=lambda result: 0 if result.passed else 1)
 def verify(
-    folder: Annotated[o.File, o.argument("FOLDER", "A folder that headprune wrote.")],
+    folder: Annotated[o.Model, o.argument("FOLDER", "A folder that headprune wrote.")],
     *,
     against: o.Against | None = None,
     device: str = "auto",

@@ -62,7 +62,7 @@ ShardSize = Annotated[str, BeforeValidator(_shard_size)]
 
 
 def possible_place(value: object) -> object:
-    """Refuse a name that no file system takes."""
+    """Refuse a name that no file system takes; a folder such as "." gets the name that it has."""
     text = os.fspath(value) if isinstance(value, Path) else value
     if isinstance(text, str):
         longest = max((len(os.fsencode(part)) for part in Path(text).parts), default=0)
@@ -70,6 +70,8 @@ def possible_place(value: object) -> object:
             raise ValueError(f"no name is that long: {shown(text)}")
         if "\0" in text:
             raise ValueError("no name holds a NUL")
+        if text and Path(text).name in ("", "..") and Path(text).is_dir():
+            return str(Path(text, "..", Path(text).resolve().name))
     return text
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
+
+from headprune.errors import CheckpointError
+from headprune.io.writing import is_there
 
 # Files of tokenizers, processors and generation, with code (never run); adapters of languages;
 # licences. Weights and config are written anew; other files are the user's.
@@ -30,8 +35,42 @@ COMPANIONS = (
 _AT_ONCE = 4  # files to hash at once: more wait for the disk
 
 
+def refuse_links(folder: str | Path) -> None:
+    """Refuse a model folder with a link to something else: its content would become the model's.
+
+    A link may lead to a place in the folder. Not to .git: the address of a clone may hold a
+    password. In the cache of the hub, it may also lead to the blobs of the same repository.
+
+    Raises:
+        CheckpointError: Naming the first such link.
+    """
+    if not Path(folder).is_dir():
+        return
+    root = Path(os.path.realpath(folder))
+    blobs = [
+        snapshots.with_name("blobs")
+        for snapshots in root.parents
+        if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--")
+    ]
+    within = (Path(at, name) for at, *both in os.walk(root) for name in sorted(chain(*both)))
+    for link in filter(Path.is_symlink, within):
+        target = Path(os.path.realpath(link))
+        ours = target.is_relative_to(root) and ".git" not in target.relative_to(root).parts
+        if not (is_there(target) and (ours or target.parent in blobs)):
+            raise CheckpointError(
+                f"'{link.relative_to(root)}' in '{folder}' is a link to '{target}', and not to a "
+                "file of that folder. Put the file itself in its place if you trust it, or remove "
+                "the link."
+            )
+
+
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy tokenizer and processor files, settings of generation and pooling, licences."""
+    """Copy tokenizer and processor files, settings of generation and pooling, licences.
+
+    Raises:
+        CheckpointError: If the source holds a link to something else.
+    """
+    refuse_links(source)
     files = {file for pattern in COMPANIONS for file in source.glob(pattern) if file.is_file()}
     for file in sorted(files):
         inside = file.relative_to(source)

@@ -24,6 +24,7 @@ from headprune.io.writing import (
     is_there,
     put,
     real,
+    refuse_link,
     refuse_strange_name,
     reserved,
     write_error,
@@ -39,13 +40,14 @@ def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterat
     """Reserve an output folder for a ``with`` block; free within an outer claim.
 
     Args:
-        path: The folder, or a link to it.
+        path: The folder.
         overwrite: Whether to replace an existing one that headprune wrote.
         inputs: Inputs of the command: folders and files; hub ids are skipped.
 
     Raises:
-        CheckpointError: If it is a file, the current folder, or overlaps an input; if it exists and
-            must not be replaced; if another process is writing it; if writing is impossible.
+        CheckpointError: If it is a file, a link, the current folder, or overlaps an input; if it
+            exists and must not be replaced; if another process is writing it, or nothing can be
+            written there.
     """
     place = real(path)
     refuse_strange_name(path)
@@ -78,7 +80,7 @@ def claimed_file(
     """Reserve an output file, which ``write_whole`` writes, for a ``with`` block.
 
     Args:
-        path: The file, or a link to it.
+        path: The file.
         is_ours: Returns whether an existing one is of the kind that the command writes.
         overwrite: Whether to replace such a one.
         inputs: As for ``claimed``.
@@ -205,13 +207,14 @@ def _places(inputs: Sequence[Input]) -> Iterator[tuple[Input, Path]]:
     """Yield the inputs on this machine, and their paths."""
     for name in inputs:
         if name is not None and is_there(name):
-            yield name, real(Path(name))
+            yield name, real(Path(name), through=True)
 
 
 def _refuse_unwritable(path: Path, place: Path) -> None:
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
             place.lstat()  # fails where the name is too long
+        refuse_link(place)
         above = next(parent for parent in place.parents if parent.exists())
         writable = above.is_dir() and os.access(above, os.W_OK)
     except OSError as error:
@@ -219,9 +222,4 @@ def _refuse_unwritable(path: Path, place: Path) -> None:
     if not writable:
         raise CheckpointError(
             f"The output '{path}' cannot be made: '{above}' is no folder that can be written to."
-        )
-    if path.is_symlink() and not place.exists():  # or it leads in a circle
-        raise CheckpointError(
-            f"The output '{path}' is a link that leads nowhere ('{place}'). Remove it, or choose "
-            "another output."
         )

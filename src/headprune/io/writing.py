@@ -40,14 +40,20 @@ def is_there(path: str | Path) -> bool:
     return False
 
 
-def real(path: Path) -> Path:
-    """Return where a path leads: an output that is a link is written where the link points.
+def real(path: Path, through: bool = False) -> Path:
+    """Return where a path leads.
+
+    Args:
+        path: The path.
+        through: Follow a link at its end, too. Outputs take the place of such a link.
 
     Raises:
         CheckpointError: If the path holds a null character.
     """
     try:
-        return Path(os.path.realpath(path))
+        if through or path.name in ("", ".."):
+            return Path(os.path.realpath(path))
+        return Path(os.path.realpath(path.parent), path.name)
     except ValueError as error:
         raise CheckpointError(f"'{path}' is no path: {error}.") from None
 
@@ -126,7 +132,7 @@ def _locked(lock: BaseFileLock, work: Path, place: Path) -> None:
     from filelock import Timeout
 
     work.mkdir(parents=True, exist_ok=True)
-    if any(work.iterdir()) and not _is_work_folder(work):
+    if work.is_symlink() or (any(work.iterdir()) and not _is_work_folder(work)):
         raise CheckpointError(
             f"'{work}' lies where the output would be made, and headprune did not make it. Move it "
             "away, or choose another output."
@@ -141,13 +147,12 @@ def _locked(lock: BaseFileLock, work: Path, place: Path) -> None:
 
 
 def _is_work_folder(work: Path) -> bool:
-    named = re.fullmatch(r"\..+\.partial", work.name, re.DOTALL) and not work.is_symlink()
+    named = re.fullmatch(r"\..+\.partial", work.name, re.DOTALL)
     with suppress(OSError):
-        return bool(named) and {_MARK} <= {inside.name for inside in work.iterdir()} <= {
-            _NEW,
-            _OLD,
-            _MARK,
-        }
+        inside = [*work.iterdir()]
+        links = any(path.is_symlink() for path in (work, *inside))
+        names = {path.name for path in inside}
+        return bool(named) and not links and {_MARK} <= names <= {_NEW, _OLD, _MARK}
     return False
 
 
@@ -226,7 +231,7 @@ def _exchanged(one: Path, two: Path) -> bool:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, text as UTF-8, by way of a temporary one.
+    """Write a file, text as UTF-8, by way of a temporary one; it takes the place of a link.
 
     Raises:
         CheckpointError: If writing fails, or another process is at it.
@@ -240,6 +245,19 @@ def write_whole(path: Path, content: str | bytes) -> None:
             new.replace(path)
     except OSError as error:
         raise write_error(path, error) from error
+
+
+def refuse_link(place: Path) -> None:
+    """Refuse to write through a link.
+
+    Raises:
+        CheckpointError: If the place is one.
+    """
+    if place.is_symlink():
+        raise CheckpointError(
+            f"'{place}' is a link to '{place.readlink()}', and nothing is written through links. "
+            "Give the place itself, or remove the link."
+        )
 
 
 def of_full_disk(error: Exception) -> bool:

@@ -23,6 +23,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from headprune.errors import CheckpointError
 from headprune.io import hub
+from headprune.io.folders import refuse_links
 from headprune.io.parsing import refuse_pointer
 from headprune.io.shards import StoredTensor
 from headprune.io.writing import refuse_strange_name
@@ -83,6 +84,7 @@ def from_pretrained(model: str | Path, **kwargs: Any) -> Any:
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
     if not kwargs.pop("use_safetensors", True):
         raise CheckpointError("headprune reads safetensors only; leave out use_safetensors=False.")
+    refuse_links(model)
     config = kwargs.pop("config", None)
     if config is None:
         config = load_config(model, **{name: kwargs[name] for name in _HUB if name in kwargs})
@@ -238,6 +240,7 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
     Raises:
         CheckpointError: If there is no such folder or hub id, or its config cannot be read.
     """
+    refuse_links(model)
     path = Path(model) / kwargs.get("subfolder", "")
     refuse_strange_name(path)
     where = {name: kwargs[name] for name in (*_PLACE, "token") if name in kwargs}

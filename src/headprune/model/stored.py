@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,12 @@ from headprune.tensors.shards import parts_of, whole
 
 _FLOATS = {name: SAFETENSORS[name] for name in ("F64", "F32", "F16", "BF16")}
 
+# modules that PyTorch puts around another, by the name that this has in them
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "module": "DataParallel, DistributedDataParallel or AveragedModel",
+}
+
 
 def stored_tensors(model: str | Path, **where: Any) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by name; none for a hub id not in the cache.
@@ -57,7 +63,23 @@ def stored_tensors(model: str | Path, **where: Any) -> dict[str, StoredTensor]:
                 f"The index of '{model}' names the weights '{name}', which are not beside it. Get "
                 "the folder again."
             )
+    _refuse_wrapped(model, found)
     return found
+
+
+def _refuse_wrapped(model: str | Path, names: Collection[str]) -> None:
+    """Refuse tensors that were saved with the wrapper of a module in their names."""
+    known = set(_WRAPPERS)
+    outer = [name.removeprefix("_orig_mod.").startswith("module.") for name in names]
+    if 2 * sum(outer) < len(outer):
+        known.remove("module")  # a model may have one of that name
+    for name in names:
+        if wrapped := [part for part in name.split(".") if part in known]:
+            by, inner = " and ".join(map(_WRAPPERS.__getitem__, wrapped)), ".".join(wrapped)
+            raise CheckpointError(
+                f"'{model}' was saved from within {by}: it holds '{name}'. Of the wrapped module "
+                f"m, take m.{inner}, then save the model with save_pretrained."
+            )
 
 
 def fetch_weights(model: str | Path) -> None:

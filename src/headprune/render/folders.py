@@ -94,8 +94,8 @@ def _folders(path: Path, depth: int) -> Iterator[Path]:
 
 def _read_folder(folder: Path, place: Place) -> None:
     if (folder / MANIFEST).is_file():
-        plan = read_plan(folder / "plan.json", {})
-        place.results[folder] = Result(folder, read_manifest(folder), plan)
+        manifest = read_manifest(folder)
+        place.results[folder] = Result(folder, manifest, read_plan(folder / "plan.json", {}))
     elif (folder / gates_folder.METADATA).is_file():
         place.gates[folder] = read_gates(folder, read_metadata(folder).model)
     elif (folder / SCORES).is_file():

@@ -7,6 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from headprune.io.folders import refuse_links
+
 
 class ModelFolder:
     """A result that is a folder, or has one as ``pruned``."""
@@ -31,6 +33,7 @@ class ModelFolder:
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Copy the whole folder; model, tokenizer, record and card."""
+        refuse_links(self._written.output)
         return Path(shutil.copytree(self._written.output, folder))
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, **options: Any) -> str:
@@ -40,6 +43,7 @@ class ModelFolder:
         """
         from huggingface_hub import HfApi
 
+        refuse_links(self._written.output)
         api = HfApi(token=options.pop("token", None))
         api.create_repo(repo_id, private=private, exist_ok=True)
         return str(api.upload_folder(repo_id=repo_id, folder_path=self._written.output, **options))

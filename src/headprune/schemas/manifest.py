@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from headprune._version import __version__
 from headprune.context import MadeBy
 from headprune.errors import CheckpointError
-from headprune.io.folders import digest_of
+from headprune.io.folders import digest_of, refuse_links
 from headprune.io.parsing import read_as
+from headprune.io.writing import write_whole
 from headprune.runtime import MANIFEST, RUNTIME
 from headprune.schemas.plan import ModelIdentity, Shape
 from headprune.schemas.proofs import Proof, Sample, TensorProof
@@ -201,7 +202,7 @@ def amend_manifest(folder: Path, **facts: Any) -> Manifest:
 
 
 def _write(folder: Path, manifest: Manifest) -> None:
-    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -213,6 +214,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not folder.is_dir():
         raise CheckpointError(f"There is no folder '{folder}'. Give one that headprune wrote.")
+    refuse_links(folder)
     if not path.is_file():
         raise CheckpointError(
             f"'{folder}' has no {MANIFEST}, so it is no result of prune, convert-gqa, heal, "
