@@ -277,7 +277,8 @@ def _written(
     with identifying(model.source) as parent, whole_folder(order.output) as folder:
         context.stage("writing")
         with uneven_heads_are_known():
-            order.stored.save(net, folder, state_dict={})
+            same = type(net.config) is type(model.config)
+            order.stored.save(net, folder, model.source if same else None)
         size = order.writing.max_shard_size
         write_shards(pieces, folder, facts["parameters"][1], size, context.step)
         _take_over(folder, order, vars(net).get("generation_config"))
