@@ -45,7 +45,7 @@ class Proof(BaseModel):
 
 
 class TensorProof(BaseModel):
-    """Result of a comparison of tensors, where no outputs were compared.
+    """Result of a comparison of tensors, a part of every proof.
 
     Every tensor, read back, equalled to the bit the original's kept slices times their gates.
 
