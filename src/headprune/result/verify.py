@@ -152,7 +152,7 @@ def verify(
         not_run = " ".join(filter(None, [not_run, said]))
     elif against is not None and probed is not None:
         on_stage("gating the model it was made from")
-        checks.append(_against(folder, manifest, against, probed.outputs, dtype))
+        checks.append(_against(folder, manifest, against, probed.outputs, dtype, stored.positions))
     if against is not None and probed is not None:
         on_stage("comparing tensors")
         checks += _left_alone(folder, manifest, against, trust_remote_code)
@@ -174,7 +174,7 @@ def _compared(
     """Compare the outputs of a load route with the stored ones."""
     try:
         net = placed(load())
-        inputs = probes.probe_inputs(net, stored.seed)
+        inputs = probes.proof_inputs(net, stored.seed, stored.positions)
         outputs = probes.probe(net, inputs)
     except Exception as error:  # whatever a damaged model raises as it is built, or as it runs
         if devices.gave_out(error):
@@ -359,14 +359,20 @@ def _changed(manifest: Manifest, net: PreTrainedModel) -> Callable[[str], bool]:
 
 
 def _against(
-    folder: Path, manifest: Manifest, against: str | Path, outputs: Outputs, dtype: torch.dtype
+    folder: Path,
+    manifest: Manifest,
+    against: str | Path,
+    outputs: Outputs,
+    dtype: torch.dtype,
+    positions: int,
 ) -> Check:
     # what no class takes is in neither: outputs are compared
     base = placed(read_model(against, dtype, Allowed(drop_unexpected=True)).weighted())
     _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)
-    expected = equivalence.expect(base, cuts)
+    inputs = probes.proof_inputs(base, positions=positions)
+    expected = equivalence.expect(base, cuts, inputs)
     gap = equivalence.difference(expected.wanted, outputs)
     found = f"{gap:.1e} from its gated form, {expected.tolerance:.0e} allowed"
     wrong = expected.inconclusive() or expected.apart(outputs)
