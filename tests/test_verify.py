@@ -51,16 +51,17 @@ def test_a_result_is_proven_again(result: Path, llama_folder: Path) -> None:
         "headprune.from_pretrained",
         "AutoModelForCausalLM.from_pretrained, trust_remote_code=True",
         f"against {llama_folder}",
+        f"what stays of {llama_folder}",
     ]
 
 
-def test_a_changed_weight_is_seen_three_times(result: Path, llama_folder: Path) -> None:
+def test_a_changed_weight_is_seen_in_every_check(result: Path, llama_folder: Path) -> None:
     weights = load_file(result / "model.safetensors")
     name = next(n for n in weights if n.endswith("layers.1.self_attn.v_proj.weight"))
     weights[name][0] += 0.05
     save_file(weights, result / "model.safetensors", metadata={"format": "pt"})
     verification = verify(result, against=llama_folder)
-    assert len(failed(verification)) == 4
+    assert len(failed(verification)) == 5
     assert "model.safetensors was changed" in verification.checks[0].found
 
 
@@ -422,6 +423,7 @@ def test_a_converted_result_says_why_it_is_compared_with_nothing(
     verification = verify(folder, against=llama_folder)
     assert verification.passed
     assert "its KV heads were merged" in str(verification.not_run)
+    assert verification.checks[-1].name == f"what stays of {llama_folder}"
 
 
 def test_ids_stay_those_of_the_original_after_a_plain_cut(

@@ -187,5 +187,5 @@ def test_verify_compares_modules_with_the_original(tmp_path: Path) -> None:
     held[f"model.layers.{number}.self_attn.o_proj.weight"].mul_(1.1)
     save_file(held, file, {"format": "pt"})
     checks = verify(result, against=base).checks
-    assert [check.passed for check in checks] == [False, True, True, False]
-    assert f"model.layers.{number}.self_attn" in checks[-1].found
+    assert [check.passed for check in checks] == [False, True, True, False, False]
+    assert all(f"model.layers.{number}.self_attn" in check.found for check in checks[-2:])

@@ -15,6 +15,7 @@ from headprune.formats.source import ExportSource
 from headprune.formats.weights import WithFused
 from headprune.io.folders import copy_companions
 from headprune.io.parsing import read_json
+from headprune.model.config_file import CONFIG, with_older_rope, write_config
 from headprune.model.loading import uneven_heads_are_known
 from headprune.runtime import RUNTIME, modeling_headprune
 
@@ -27,6 +28,7 @@ def write_checkpoint(source: ExportSource, folder: Path, on_step: OnStep) -> Non
     """Writes config, weights, tokenizer and, where the config names it, the runtime."""
     with uneven_heads_are_known():
         source.config.save_pretrained(folder)
+        write_config(source.config, folder, source.folder / CONFIG)
     if getattr(source.config, "headprune", None) is not None:
         shutil.copyfile(modeling_headprune.__file__, folder / RUNTIME)
     copy_companions(source.folder, folder)
@@ -36,10 +38,11 @@ def write_checkpoint(source: ExportSource, folder: Path, on_step: OnStep) -> Non
 
 def write_facts(source: ExportSource, folder: Path) -> None:
     """Write config and tokenizer beside the files of an engine."""
-    config = read_json(source.folder / "config.json")
+    with uneven_heads_are_known():
+        config = with_older_rope(read_json(source.folder / CONFIG), source.config)
     config.pop("auto_map", None)  # names code that stays behind
     text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)
-    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
     copy_companions(source.folder, folder)
 
 

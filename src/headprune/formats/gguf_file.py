@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,7 @@ def read_back(source: ExportSource, arch: str, path: Path, wanted: Type) -> Expo
     stored = {tensor.name: tensor for tensor in reader.tensors}
     if stored.keys() - {_ROPE_FACTORS} != expected.keys():
         raise ProofError("The file holds other tensors than the model.")
+    _refuse_lost_head(source, stored.keys())
     gaps, count = [0.0], 0
     for name, parts in expected.items():
         tensor, shape = stored[name], _shape(source, parts)
@@ -136,6 +137,16 @@ def read_back(source: ExportSource, arch: str, path: Path, wanted: Type) -> Expo
         difference=float(torch.tensor(gaps, dtype=torch.float64).max()),  # NaN, if one is
         tolerance=0.0,
     )
+
+
+def _refuse_lost_head(source: ExportSource, stored: Collection[str]) -> None:
+    """Refuse a file without the output embedding of a model that has one of its own."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if "output.weight" in stored or head not in source.weights:
+        return
+    pairs = zip(source.weights.pieces(head), source.weights.pieces(embedding), strict=True)
+    if not all(torch.equal(*pair) for pair in pairs):
+        raise ProofError("The file lacks the model's output embedding, which is not tied.")
 
 
 def _tensors(source: ExportSource, arch: str) -> dict[str, list[Part]]:

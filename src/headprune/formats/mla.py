@@ -34,6 +34,7 @@ from headprune.formats.source import ExportSource, open_source
 from headprune.io.folders import copy_companions
 from headprune.io.outputs import claimed, place_of
 from headprune.model.attention import attention_of
+from headprune.model.config_file import write_config
 from headprune.model.heads import read_heads
 from headprune.model.inspection import Inspection, LatentPrice
 from headprune.model.loading import load_config, load_tokenizer, task_of
@@ -340,6 +341,7 @@ class _LatentFormat:
         for parameter in self.result.parameters():  # and not the frequencies
             parameter.data = parameter.data.to(stored)
         self.result.save_pretrained(folder)
+        write_config(self.result.config, folder, None)
         self.result.float()
         outputs = probe(self.result, probe_inputs(self.net), decoded=False)
         self.details[f"stored in {dtype_name(stored)}"] = difference(self.wanted, outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headprune.formats.weights import StoredWeights, Weights
 from headprune.model.attention import attention_of
 from headprune.model.loading import (
+    assemble,
+    believe_tensors,
     from_pretrained,
     load_config,
     native_of,
@@ -23,7 +26,8 @@ from headprune.model.loading import (
     uneven_heads_are_known,
 )
 from headprune.model.refusals import refuse_quantised
-from headprune.model.skeleton import without_weights
+from headprune.model.skeleton import Unmapped, without_weights
+from headprune.model.stored import stored_tensors
 from headprune.runtime.modeling_headprune import Attention, pruned_class
 
 
@@ -84,6 +88,11 @@ def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
     refuse_quantised(folder, config)
+    how: dict[str, Any] = {"dropping": True, "trust_remote_code": trust_remote_code}
+    with suppress(Unmapped):
+        tensors = stored_tensors(folder)
+        as_stored, _ = assemble(folder, copy.deepcopy(config), tensors, weights=None, **how)
+        believe_tensors(as_stored, config)
     net = built(config)
     weights = StoredWeights(folder, net)
     return ExportSource(folder, config, net, weights, trust_remote_code)

@@ -12,7 +12,7 @@ from headprune.formats.format import ExportProof, Format
 from headprune.formats.regularise import regularise
 from headprune.formats.source import ExportSource, open_source
 from headprune.formats.weights import WithFused
-from headprune.model.probes import probe, probe_inputs
+from headprune.model.probes import probe, proof_inputs
 from headprune.planning.targets import vllm_refusal
 from headprune.result.equivalence import difference
 from headprune.runtime.modeling_headprune import REPEATING
@@ -58,7 +58,7 @@ def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportPr
 def read_back(source: ExportSource, written: ExportSource, tolerance: float = 1e-5) -> ExportProof:
     """Compare a folder with its source in transformers."""
     net = source.load()
-    inputs = probe_inputs(net)
+    inputs = proof_inputs(net)
     wanted = probe(net, inputs)
     del net
     return ExportProof(

@@ -155,9 +155,25 @@ def assemble(
     # asking for another head means to leave the present one out
     if auto_class is None and not dropping:
         refuse_unexpected(model, net, info["unexpected_keys"])
+    believe_tensors(net, net.config)
     if record is not None and (row := row_of(config)) is not None:
         restore_ids(net, record.layout, row.for_runtime())
     return net.eval(), info
+
+
+def believe_tensors(net: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Have a config say that the embeddings are not tied, where the loaded tensors are not.
+
+    Other readers, and models built from the config, would leave out the output embedding.
+    """
+    inputs, outputs = net.get_input_embeddings(), net.get_output_embeddings()
+    weights = [getattr(embedding, "weight", None) for embedding in (inputs, outputs)]
+    # several parts hang on the flag in T5 or BERT: the others stay tied
+    if None in weights or weights[0] is weights[1] or net.all_tied_weights_keys:
+        return
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "tie_word_embeddings", False):
+            part.tie_word_embeddings = False
 
 
 def _loaded(

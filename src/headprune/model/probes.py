@@ -3,6 +3,9 @@
 A language model is probed three times: one forward over a padded batch, and two decodings with a KV
 cache, of one text and of a padded batch in pieces: wrong caches show only there. Outputs of W_O are
 kept too, as a module with small weights changes the model's outputs by less than rounding.
+
+Where a model computes otherwise after some positions, a proof adds a text that goes beyond them, if
+that takes little; where it has a vision tower, an image.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from headprune import devices
 from headprune.errors import FamilyError
 from headprune.model.attention import attention_of, family_of
 from headprune.model.batch import CLASSIFIERS, most_tokens, task_of
@@ -28,6 +32,12 @@ from headprune.schemas.proofs import PROBE_SEED
 _DECODED = 4
 _CHUNKS = (4, 1, 1)
 _ROWS = 64  # of one call of a module
+_LENGTH = 24  # of a text
+_BEYOND = 8  # positions after the last that a window or a rotary embedding tells apart
+_WORK = 4e12  # parameters times positions of the long text, at most: half a minute of a few cores
+_WINDOWS = ("sliding_window", "local_attention", "window_size", "attention_chunk_size")
+_LONG, _IMAGE = "long_text", "image."
+_Result = TypeVar("_Result")
 
 
 class Outputs(dict[str, Tensor]):
@@ -51,9 +61,8 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
     kinds = family_of(config).attention
     inputs: dict[str, Tensor] = {}
     if "input_ids" in takes:
-        inputs = _random_text(
-            config.get_text_config(), min(24, most_tokens(model) or 24), generator
-        )
+        length = min(_LENGTH, most_tokens(model) or _LENGTH)
+        inputs = _random_text(config.get_text_config(), length, generator)
         for name in ("image_token_id", "image_token_index", "video_token_id"):
             inputs["input_ids"][inputs["input_ids"] == getattr(config, name, None)] = 0
     # a model with only its language part cut is probed on text alone
@@ -82,6 +91,140 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
             "none of these. Cut the model without its head (the class that AutoModel gives)."
         )
     return inputs
+
+
+def proof_inputs(
+    model: PreTrainedModel, seed: int = PROBE_SEED, positions: int | None = None
+) -> dict[str, Tensor]:
+    """Return probe inputs, a text beyond windows and the like, and an image with a text.
+
+    Args:
+        model: The model.
+        seed: Seed of the inputs.
+        positions: Length of the long text, 0 for none; None for what the model needs.
+    """
+    inputs, generator = probe_inputs(model, seed), torch.Generator().manual_seed(seed + 1)
+    if "input_ids" not in inputs or task_of(model) == "multiple-choice":
+        return inputs
+    length = _reached(model) if positions is None else positions
+    if length:
+        first = inputs["input_ids"][:1]
+        picked = torch.randint(0, first.shape[1], (1, length), generator=generator)
+        inputs[_LONG] = first.gather(1, picked)
+    return inputs | _with_image(model, inputs, generator)
+
+
+def positions_of(inputs: Mapping[str, Tensor]) -> int:
+    """Return the length of the long text among inputs; 0 without one."""
+    return inputs[_LONG].shape[1] if _LONG in inputs else 0
+
+
+def unreached(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the parts of a model that these inputs do not reach, in words."""
+    longest = max((inputs[n].shape[-1] for n in (_LONG, "input_ids") if n in inputs), default=0)
+    ends = _ends(model.config) if "input_ids" in inputs else {}
+    parts = [f"positions after {end:,} ({name})" for name, end in ends.items() if end >= longest]
+    if _sees(model) and not any(name.startswith(_IMAGE) for name in inputs):
+        parts += [] if "pixel_values" in inputs else ["images"]
+    return tuple(parts)
+
+
+def _ends(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the positions after which a model computes otherwise, by the setting that says so."""
+    text, most = config.get_text_config(), most_tokens(config)
+    kinds = getattr(text, "layer_types", None)
+    named = dict.fromkeys(_WINDOWS)
+    if kinds is None or any(kind != "full_attention" for kind in kinds):
+        named = {name: getattr(text, name, None) for name in _WINDOWS}
+    ends = {name: min(n, most or n) for name, n in named.items() if isinstance(n, int) and n > 0}
+    ropes: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    for each in [value for value in ropes.values() if isinstance(value, dict)] or [ropes]:
+        kind = each.get("rope_type", "default")
+        end = each.get("original_max_position_embeddings")
+        if kind == "dynamic":
+            ends[f"{kind} rope"] = text.max_position_embeddings
+        elif isinstance(end, int):
+            ends[f"{kind} rope"] = min(end, most or end)
+    # the last position of all has none after it
+    return {n: end if n == "dynamic rope" or end != most else end - 1 for n, end in ends.items()}
+
+
+def _reached(model: PreTrainedModel) -> int:
+    """Return the length of a text that goes beyond what a pass of little work can; 0 for none."""
+    ends, most = _ends(model.config), most_tokens(model.config)
+    limits = {n: end + _BEYOND if n == "dynamic rope" else most for n, end in ends.items()}
+    lengths = [min(end + _BEYOND, limits[n] or end + _BEYOND) for n, end in ends.items()]
+    affordable = _WORK / max(model.num_parameters(), 1)
+    return max((n for n in lengths if _LENGTH < n <= affordable), default=0)
+
+
+def _sees(model: PreTrainedModel) -> bool:
+    """Return whether a model of text has a vision tower."""
+    return hasattr(model, "get_image_features") and hasattr(model.config, "vision_config")
+
+
+@torch.no_grad()
+def _with_image(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Return an image in the first layout that the model's class takes, and a text with it."""
+    config = model.config
+    if not _sees(model) or "pixel_values" in inputs:
+        return {}
+    for pixels in _pixels(config.vision_config, generator):
+        image = on_device(model, in_dtype(pixels, model.dtype))
+        count = _taken(lambda image=image: _features(model, image).numel())
+        if count is None:
+            continue
+        named = {_IMAGE + name: value for name, value in pixels.items()}
+        token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+        if token is None or not 0 <= token < config.get_text_config().vocab_size:
+            return named
+        ids, width = inputs["input_ids"][:1].cpu(), config.get_text_config().hidden_size
+        text = torch.cat([ids[:, :4], torch.full((1, count // width), token), ids[:, 4:8]], 1)
+        whole = {"input_ids": on_device(model, {"": text})[""], **image}
+        taken = _taken(lambda whole=whole: model(**whole)) is not None
+        return {**named, f"{_IMAGE}input_ids": text} if taken else named
+    return {}
+
+
+def _taken(call: Callable[[], _Result]) -> _Result | None:
+    """Return the result of a call; None where a class refuses the inputs, in its own way."""
+    try:
+        return call()
+    except Exception as error:
+        if devices.gave_out(error):
+            raise
+        return None
+
+
+def _features(model: PreTrainedModel, image: dict[str, Tensor]) -> Tensor:
+    """Return what the vision tower and its projector make of an image."""
+    found = model.get_image_features(**image, return_dict=True)
+    parts = getattr(found, "pooler_output", found)
+    parts = parts if isinstance(parts, list | tuple) else [parts]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def _pixels(vision: PreTrainedConfig, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    """Yield an image in the layouts that there are."""
+    channels = getattr(vision, "num_channels", getattr(vision, "in_channels", 3))
+    size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
+    if size is not None:
+        sides = size if isinstance(size, list | tuple) else (size, size)
+        image = torch.randn(1, channels, *sides, generator=generator)
+        yield {"pixel_values": image}
+        if isinstance(patch, int):  # Pixtral takes any size, and its largest is very large
+            small = torch.randn(1, channels, 4 * patch, 4 * patch, generator=generator)
+            yield {"pixel_values": small, "image_sizes": torch.tensor([small.shape[-2:]])}
+        yield {"pixel_values": image[None]}
+        for tiles in (2, 3):  # of LLaVA-NeXT and OneVision, the whole image among them
+            tiled = image[None].repeat(1, tiles, 1, 1, 1)
+            yield {"pixel_values": tiled, "image_sizes": torch.tensor([sides])}
+    if isinstance(patch, int):
+        width = channels * getattr(vision, "temporal_patch_size", 1) * patch**2
+        rows = torch.randn(16, width, generator=generator)
+        yield {"pixel_values": rows, "image_grid_thw": torch.tensor([[1, 4, 4]])}
 
 
 def with_one_end(ids: Tensor, config: PreTrainedConfig, mask: Tensor | None = None) -> Tensor:
@@ -128,6 +271,9 @@ def probe(model: PreTrainedModel, inputs: dict[str, Tensor], decoded: bool = Tru
 
 def _probe(model: PreTrainedModel, inputs: dict[str, Tensor], decoded: bool) -> Outputs:
     inputs = on_device(model, in_dtype(inputs, model.dtype))
+    image = {n.removeprefix(_IMAGE): v for n, v in inputs.items() if n.startswith(_IMAGE)}
+    inputs = {name: v for name, v in inputs.items() if not name.startswith(_IMAGE)}
+    long = inputs.pop(_LONG, None)
     result, mask = model(**inputs), inputs.get("attention_mask")
     outputs = Outputs()
     # a backbone gives the feature maps of several layers
@@ -141,9 +287,40 @@ def _probe(model: PreTrainedModel, inputs: dict[str, Tensor], decoded: bool) -> 
     if decoded and task_of(model) in ("causal-lm", "seq2seq-lm"):
         outputs["logits_decoded_with_cache"] = _decoded(model, inputs)
         outputs["logits_decoded_in_chunks"] = _decoded_in_chunks(model, inputs)
+    if decoded and image:
+        if "input_ids" in image:
+            outputs["with_image"] = _last(model(**image)[0])
+        pixels = {name: value for name, value in image.items() if name != "input_ids"}
+        outputs["image_features"] = _features(model, pixels).cpu().double()
+    if decoded and long is not None:
+        outputs["beyond"] = _beyond(model, long, inputs)
     if "input_ids" in inputs and _is_lone_decoder(model):
         outputs["logits_with_states"] = _with_states(model, inputs)
     return outputs
+
+
+def _last(output: Tensor) -> Tensor:
+    """Return an output at the last positions, where it has positions."""
+    last = output[:, -_BEYOND:] if output.dim() == 3 else output
+    return last.cpu().double()
+
+
+def _beyond(model: PreTrainedModel, long: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    """Return outputs at the end of a long text; of a decoder the last ones through its cache."""
+    takes = inspect.signature(model.forward).parameters
+    fewer = {"logits_to_keep": _BEYOND} if "logits_to_keep" in takes else {}
+    target = {n: v[:1] for n, v in inputs.items() if n == "decoder_input_ids"}
+    if task_of(model) != "causal-lm":
+        outputs = [_last(model(input_ids=long, **target)[0])]
+    else:
+        result, outputs = None, []
+        for piece in (long[:, :-_DECODED], *long[:, -_DECODED:].split(1, 1)):
+            cache = None if result is None else result.past_key_values
+            result = model(input_ids=piece, past_key_values=cache, use_cache=True, **fewer)
+            outputs.append(_last(result.logits))
+    # some rotary embeddings stay stretched until a short text comes
+    model(input_ids=long[:, :_DECODED], **target)
+    return torch.cat(outputs, 1)
 
 
 def _is_lone_decoder(model: PreTrainedModel) -> bool:

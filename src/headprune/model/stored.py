@@ -7,7 +7,6 @@ A result keeps the element type of every tensor, though work is done in float32
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -27,8 +26,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from headprune.errors import CheckpointError
 from headprune.io import hub
 from headprune.io.folders import digest_of, hashing
-from headprune.io.parsing import read_json
 from headprune.io.shards import StoredTensor, tensors_in
+from headprune.model.config_file import CONFIG, write_config
 from headprune.model.reading import read_config_file, read_index, read_record
 from headprune.model.residency import residency_of
 from headprune.model.skeleton import either_way
@@ -221,26 +220,28 @@ class StoredDtypes:
         for config in _configs(net):
             config.dtype = self.default
 
-    def save(self, net: PreTrainedModel, folder: Path, **how: Any) -> None:
-        """Cast a model and write it; its config names the type of most weights.
+    def save(self, net: PreTrainedModel, folder: Path, source: str | Path | None) -> None:
+        """Cast a model and write all but its weights; its config names the type of most of them.
+
+        Args:
+            net: The model.
+            folder: The result.
+            source: The model of the same class whose config.json it keeps to; None without one.
 
         Raises:
             CheckpointError: If transformers does not write its config.
         """
         self.cast(net)
         try:
-            net.save_pretrained(folder, **how)
+            net.save_pretrained(folder, state_dict={})
         except StrictDataclassError as error:
             why = " ".join(str(error.__cause__ or error).split()).rstrip(".")
             raise CheckpointError(
                 f"transformers does not write the config of this model: {why}. Correct its "
                 "config.json."
             ) from None
-        path = folder / "config.json"
-        config = read_json(path)
-        if config.get("dtype") != dtype_name(self.default):  # transformers goes by the first weight
-            config["dtype"] = dtype_name(self.default)
-            path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        net.config.dtype = self.default  # transformers goes by the first weight
+        write_config(net.config, folder, None if source is None else find_file(source, CONFIG))
 
 
 def stored_dtypes(

@@ -141,6 +141,8 @@ def proof(manifest: Manifest) -> list[Block]:
     if measured.cast:
         rows.append((f"cost of writing {manifest.dtype}", f"{measured.cast:.1e}"))
     words = "outputs match; differences are relative to the largest output."
+    if measured.unreached:
+        words += f" Not run: {'; '.join(measured.unreached)}. Settings and tensors are equal there."
     return [Paragraph(words, "verified"), Table(("", "difference"), rows)]
 
 

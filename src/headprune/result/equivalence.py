@@ -24,7 +24,15 @@ from headprune.errors import ProofError
 from headprune.model.attention import attention_of
 from headprune.model.gating import apply_gate, fixed, gated
 from headprune.model.precision import widened
-from headprune.model.probes import Outputs, probe, probe_inputs, projected, some_rows
+from headprune.model.probes import (
+    Outputs,
+    positions_of,
+    probe,
+    projected,
+    proof_inputs,
+    some_rows,
+    unreached,
+)
 from headprune.model.stored import StoredDtypes
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.proofs import PROBE_SEED, Proof, Sample, StoredOutput
@@ -281,7 +289,7 @@ def sample(inputs: dict[str, Tensor], outputs: Outputs) -> Sample:
             positions=tuple(positions.tolist()),
             values=tuple(output.flatten()[positions].tolist()),
         )
-    return Sample(inputs_sha256=digest(inputs), outputs=kept)
+    return Sample(inputs_sha256=digest(inputs), outputs=kept, positions=positions_of(inputs))
 
 
 def digest(inputs: dict[str, Tensor]) -> str:
@@ -303,6 +311,7 @@ class Expectation:
         rounding: How far a model moves when gates move by one bit.
         dtype: Element type that the original ran in.
         cast: The cost of rounding the weights to their stored type before that.
+        unreached: Parts of the model that the inputs do not reach, in words.
     """
 
     inputs: dict[str, Tensor]
@@ -311,6 +320,7 @@ class Expectation:
     rounding: Rounding
     dtype: torch.dtype
     cast: float = 0.0
+    unreached: tuple[str, ...] = ()
 
     @property
     def tolerance(self) -> float:
@@ -386,11 +396,12 @@ def expect(
         inputs: Probe inputs; None to make them.
         decoded: Whether a language model is also decoded from: 31 passes instead of 4.
     """
-    inputs = inputs or probe_inputs(model)
+    inputs = inputs or proof_inputs(model)
     wanted = probe_gated(model, cuts, inputs, decoded)
     control = probe_control(model, cuts, inputs)
     rounding = probe_rounding(model, cuts, inputs, wanted, decoded)
-    return Expectation(inputs, wanted, control, rounding, model.dtype)
+    left_out = unreached(model, inputs)
+    return Expectation(inputs, wanted, control, rounding, model.dtype, unreached=left_out)
 
 
 def expect_stored(
@@ -409,7 +420,7 @@ def expect_stored(
     Raises:
         ProofError: If a proof would show nothing.
     """
-    inputs = probe_inputs(widened(model))
+    inputs = proof_inputs(widened(model))
     exact = probe_gated(model, cuts, inputs) if stored.narrows(model) else None
     folded = fold_gates(cuts)
     changed = stored.round(model)
@@ -447,4 +458,5 @@ def conclude(expected: Expectation, reloaded: Outputs) -> Proof:
         dtype=dtype_name(expected.dtype),
         cast=expected.cast,
         probes=tuple(wanted),
+        unreached=expected.unreached,
     )

@@ -24,20 +24,22 @@ from headprune.io.folders import sha256_of
 from headprune.io.markup import sentence
 from headprune.io.parsing import read_json
 from headprune.model import probes
-from headprune.model.attention import identity
+from headprune.model.attention import attention_of, identity
 from headprune.model.loading import auto_class_of, from_pretrained
 from headprune.model.open import open_model, read_model
 from headprune.model.placement import placed
 from headprune.model.probes import Outputs
 from headprune.model.residency import residency_of
+from headprune.model.skeleton import below_base
 from headprune.model.stored import stored_dtypes, stored_tensors
-from headprune.result import equivalence, tensors
+from headprune.result import equivalence, left_alone, tensors
+from headprune.result.write import cut_again, source_folder
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.manifest import Manifest, contents, read_manifest
 from headprune.schemas.plan import Shape, read_plan
 from headprune.schemas.proofs import Proof, Sample
+from headprune.schemas.records import Healing
 from headprune.surgery.cut import fold_gates, resolve
-from headprune.surgery.streamed import cut_pieces
 
 Stage = Callable[[str], None]
 
@@ -94,7 +96,8 @@ def verify(
 
     Args:
         folder: A folder that headprune wrote.
-        against: The model it was made from: compares with its gated form in full.
+        against: The model it was made from: compares settings and tensors with what stays of it,
+            and outputs with its gated form.
         trust_remote_code: Load the folder's own code even where it is not what headprune wrote.
         on_stage: Called with a few words before every stage.
 
@@ -108,7 +111,9 @@ def verify(
     checks = [_files(folder, manifest)]
     if manifest.proof is None or manifest.probe is None:
         on_stage("comparing tensors")
-        checks += _tensors(folder, manifest, against, trust_remote_code)
+        checks += _headers(folder, trust_remote_code)
+        if against is not None and checks[-1].passed:
+            checks += _left_alone(folder, manifest, against, trust_remote_code)
         said = "No outputs were stored: the result was proven by its tensors, as it is verified."
         return Verification(str(folder), tuple(checks), said)
     stored, dtype = manifest.probe, _proof_dtype(manifest.proof)
@@ -143,10 +148,14 @@ def verify(
             )
     if against is not None and manifest.changed_weights is not None:
         because = f"{manifest.changed_weights}, so it is not the gated form of '{against}'"
-        not_run = " ".join(filter(None, [not_run, f"--against was not tried: {because}."]))
+        said = f"Outputs were not compared with --against: {because}."
+        not_run = " ".join(filter(None, [not_run, said]))
     elif against is not None and probed is not None:
         on_stage("gating the model it was made from")
-        checks.append(_against(folder, manifest, against, probed.outputs, dtype))
+        checks.append(_against(folder, manifest, against, probed.outputs, dtype, stored.positions))
+    if against is not None and probed is not None:
+        on_stage("comparing tensors")
+        checks += _left_alone(folder, manifest, against, trust_remote_code)
     return Verification(str(folder), tuple(checks), not_run)
 
 
@@ -165,7 +174,7 @@ def _compared(
     """Compare the outputs of a load route with the stored ones."""
     try:
         net = placed(load())
-        inputs = probes.probe_inputs(net, stored.seed)
+        inputs = probes.proof_inputs(net, stored.seed, stored.positions)
         outputs = probes.probe(net, inputs)
     except Exception as error:  # whatever a damaged model raises as it is built, or as it runs
         if devices.gave_out(error):
@@ -301,43 +310,69 @@ def _doubts(proof: Proof) -> Iterator[str]:
         yield f"{MANIFEST} records a proof that shows nothing: a wrong cut makes {control:.1e}"
 
 
-def _tensors(
-    folder: Path, manifest: Manifest, against: str | Path | None, trust_remote_code: bool
-) -> Iterator[Check]:
-    """Check that the weights fit the class, and hold slices of the original."""
+def _headers(folder: Path, trust_remote_code: bool) -> Iterator[Check]:
+    """Check that the weights fit the class."""
     try:
         result = read_model(folder, allowed=Allowed(trust_remote_code))
         result.check_tensors()
     except HeadpruneError as error:
         yield Check("headers", False, sentence(str(error)))
         return
-    found = result.tensors
-    yield Check("headers", True, f"{len(found)} tensors of the sizes that the config describes")
-    if against is None:
-        return
-    dtype = Dtype((manifest.made_by.options if manifest.made_by else {}).get("dtype", "auto"))
+    count = len(result.tensors)
+    yield Check("headers", True, f"{count} tensors of the sizes that the config describes")
+
+
+def _left_alone(
+    folder: Path, manifest: Manifest, against: str | Path, trust_remote_code: bool
+) -> Iterator[Check]:
+    """Compare settings, files and tensors with what stays of the model it was made from."""
+    options = manifest.made_by.options if manifest.made_by else {}
+    dtype = Dtype(options.get("dtype", "auto"))
     original = open_model(against, dtype, Allowed(drop_unexpected=True))
-    base, source = original.skeleton, original.tensors
-    _refuse_ancestor(folder, manifest, against, base)
-    cuts = resolve(read_plan(folder / "plan.json", {}), base, ragged=True)
-    try:
-        pieces, _ = cut_pieces(base, cuts, stored_dtypes(base, found), source)
-        proven = tensors.compare(result, pieces)
-    except ProofError as error:
-        yield Check(f"against {against}", False, sentence(str(error)))
+    if manifest.changed_weights is None:
+        _refuse_ancestor(folder, manifest, against, original.any_net)
+    elif original.identity.fingerprint != manifest.source.fingerprint:
         return
-    yield Check(f"against {against}", True, f"{proven.tensors} tensors equal to its slices")
+    name = f"what stays of {against}"
+    try:
+        result = read_model(folder, allowed=Allowed(trust_remote_code))
+        plan, stored = read_plan(folder / "plan.json", {}), result.tensors
+        net, pieces = cut_again(original, plan, stored_dtypes(original.any_net, stored))
+        source = source_folder(against)
+        left_alone.refuse_other_settings(source, original.config, net.config, folder)
+        left_alone.refuse_other_files(source, folder)
+        proven = tensors.compare(result, pieces, changed=_changed(manifest, net))
+    except ProofError as error:
+        yield Check(name, False, sentence(str(error)))
+        return
+    yield Check(name, True, f"settings, files and {proven.tensors} tensors equal")
+
+
+def _changed(manifest: Manifest, net: PreTrainedModel) -> Callable[[str], bool]:
+    """Return whether a step that changed weights may have changed a tensor."""
+    everything = isinstance(manifest.done, Healing) or getattr(
+        manifest.done, "trained_weights", False
+    )
+    parts = {f".{below_base(net, attention.path)}." for attention in attention_of(net)}
+    some = manifest.changed_weights is not None
+    return lambda name: some and (everything or any(part in f".{name}" for part in parts))
 
 
 def _against(
-    folder: Path, manifest: Manifest, against: str | Path, outputs: Outputs, dtype: torch.dtype
+    folder: Path,
+    manifest: Manifest,
+    against: str | Path,
+    outputs: Outputs,
+    dtype: torch.dtype,
+    positions: int,
 ) -> Check:
     # what no class takes is in neither: outputs are compared
     base = placed(read_model(against, dtype, Allowed(drop_unexpected=True)).weighted())
     _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)
-    expected = equivalence.expect(base, cuts)
+    inputs = probes.proof_inputs(base, positions=positions)
+    expected = equivalence.expect(base, cuts, inputs)
     gap = equivalence.difference(expected.wanted, outputs)
     found = f"{gap:.1e} from its gated form, {expected.tolerance:.0e} allowed"
     wrong = expected.inconclusive() or expected.apart(outputs)

@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from headprune.model.residency import residency_of, runs_by_layers
 from headprune.model.skeleton import Names, Unmapped
 from headprune.model.stored import StoredDtypes, identifying
 from headprune.placements import ROOM, Placement, asked_placement, too_large
-from headprune.result import equivalence, tensors
+from headprune.result import equivalence, left_alone, tensors
 from headprune.result.card import inherit_metadata, write_card
 from headprune.result.engines import engines_of, shapes_in
 from headprune.result.folder import ModelFolder
@@ -47,7 +48,7 @@ from headprune.schemas.manifest import (
 )
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
 from headprune.schemas.records import Done, Heads, Merging, ModelChoice, Pruning, Refit
-from headprune.surgery.cut import Cut, cut_heads, resolve
+from headprune.surgery.cut import Cut, cut_heads, fold_gates, resolve
 from headprune.surgery.edit import Edit, Tensors, put, replaced, written
 from headprune.surgery.streamed import cut_pieces
 from headprune.surgery.transfer import native_twin, twin_of
@@ -185,7 +186,7 @@ def write(
                     f"placement=layers: '{model.source}' is not written tensor by tensor. Use "
                     "--config placement=whole."
                 )
-            result = _cut_in_memory(net, now, cuts, edit.plan, stored)
+            result = _cut_in_memory(model, now, cuts, edit.plan, stored)
         else:
             result = replace(result, pieces=_with_tensors(result, now, folded=True))
             if residency is not None:
@@ -212,6 +213,18 @@ class _Order:
     stored: StoredDtypes
     changes: Changes
     writing: Writing
+
+
+def cut_again(
+    model: Model, plan: Plan, stored: StoredDtypes
+) -> tuple[PreTrainedModel, list[Piece]]:
+    """Cut a model, and return it with its tensors to write, for a second proof."""
+    edit = Edit(plan)
+    try:
+        result = _cut_on_disk(model, edit, stored)
+    except Unmapped:
+        result = _cut_in_memory(model, {}, fold_gates(edit.cuts(model.net)), plan, stored)
+    return result.net, result.pieces
 
 
 def _cut_on_disk(model: Model, edit: Edit, stored: StoredDtypes) -> _Result:
@@ -241,21 +254,31 @@ def _cut_on_disk(model: Model, edit: Edit, stored: StoredDtypes) -> _Result:
 
 
 def _cut_in_memory(
-    net: PreTrainedModel, now: Tensors, cuts: list[Cut], plan: Plan, stored: StoredDtypes
+    model: Model, now: Tensors, cuts: list[Cut], plan: Plan, stored: StoredDtypes
 ) -> _Result:
-    """Cut the model itself."""
+    """Cut the model itself; weights that stay as they are come from its files."""
+    net = model.net
+    before = {id(tensor) for tensor in net.state_dict(keep_vars=True).values()}
     put(net, now)
     before = counts(net, cuts)
     facts = described(net, plan, cut_heads(net, cuts), before, cuts)
     twin = native_twin(net)
     if twin is not None:
         net, facts = twin, {**facts, "shape": Shape.NATIVE, "auto_class": auto_class_of(twin)}
+    computed = {name: tensor.dtype for name, tensor in net.state_dict().items()}
     stored.cast(net)
-    pieces = [
-        Piece(name, None, tensor, None, tensor.dtype, tensor.dtype)
-        for name, tensor in Names.of(net).tensors.items()
-    ]
-    return _Result(net, pieces, facts)
+    names = Names.of(net)
+    pieces = {
+        name: Piece(name, None, tensor, None, tensor.dtype, tensor.dtype)
+        for name, tensor in names.tensors.items()
+    }
+    for live, tensor in net.state_dict(keep_vars=True).items():
+        with suppress(Unmapped):
+            if id(tensor) in before:
+                source = names.source(net, live, model.tensors)
+                name = names.disk[live]
+                pieces[name] = Piece(name, live, source, None, computed[live], tensor.dtype)
+    return _Result(net, [*pieces.values()], facts)
 
 
 def _with_tensors(result: _Result, tensors: Tensors, folded: bool) -> list[Piece]:
@@ -284,7 +307,8 @@ def _written(
     with identifying(model.source) as parent, whole_folder(order.output) as folder:
         context.stage("writing")
         with uneven_heads_are_known():
-            order.stored.save(net, folder, state_dict={})
+            same = type(net.config) is type(model.config)
+            order.stored.save(net, folder, model.source if same else None)
         size = order.writing.max_shard_size
         write_shards(pieces, folder, facts["parameters"][1], size, context.step)
         _take_over(folder, order, vars(net).get("generation_config"))
@@ -296,9 +320,11 @@ def _written(
             dtype = "auto" if expected is None else expected.dtype
             reread = read_model(folder, dtype, model.allowed)
             reread.by_layers = model.by_layers
-            if expected is None:
-                facts["tensor_proof"] = tensors.compare(reread, pieces, context.step)
-            else:
+            source = source_folder(model.source)
+            left_alone.refuse_other_settings(source, model.config, net.config, folder)
+            left_alone.refuse_other_files(source, folder)
+            facts["tensor_proof"] = tensors.compare(reread, pieces, context.step)
+            if expected is not None:
                 pieces.clear()
                 net.to("meta")  # as above, where it was cut in memory
                 facts |= _proven_outputs(reread, expected)
@@ -347,7 +373,7 @@ def _take_over(folder: Path, order: _Order, generation: GenerationConfig | None)
         order: The job of the writer.
         generation: The generation config, for the new counts of heads.
     """
-    source = _source_folder(order.model.source)
+    source = source_folder(order.model.source)
     copy_companions(source, folder)
     for file in remote_code(order.model.config):
         shutil.copyfile(file, folder / file.name)
@@ -396,7 +422,7 @@ def _finished(
         folder,
         made_by=context.made_by,
         source=order.identity,
-        lineage=read_lineage(_source_folder(model.source)),
+        lineage=read_lineage(source_folder(model.source)),
         dtype=order.stored.names,
         done=changes.done,
         refit=changes.refit,
@@ -450,7 +476,7 @@ def _refuse_unprovable(net: PreTrainedModel, plan: Plan) -> None:
         equivalence.expect(net, cuts).refuse_inconclusive()
 
 
-def _source_folder(model: str | Path) -> Path:
+def source_folder(model: str | Path) -> Path:
     if Path(model).is_dir():
         return Path(model)
     with hub.asked_once(model):

@@ -61,8 +61,8 @@ class LineageStep(BaseModel):
         done: The change.
         refit: The refit of W_O, if there was one.
         choice: The candidates and the choice among them, if there was one.
-        proof: Measurements of its proof; None where tensors were compared.
-        tensor_proof: Result of that comparison.
+        proof: Measurements of its proof; None where tensors alone were compared.
+        tensor_proof: Result of the comparison of tensors.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

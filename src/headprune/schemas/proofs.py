@@ -24,6 +24,7 @@ class Proof(BaseModel):
         cast: Cost of half precision: the model as computed against the one with rounded
             weights. The latter is the gated original above.
         probes: The outputs compared, by name.
+        unreached: Parts of the model that no probe reached, in words.
         seed: Seed of the probe inputs.
     """
 
@@ -36,6 +37,7 @@ class Proof(BaseModel):
     dtype: Literal["float64", "float32", "bfloat16", "float16"]
     cast: float
     probes: tuple[str, ...]
+    unreached: tuple[str, ...] = ()
     seed: Count = PROBE_SEED
 
     @property
@@ -45,7 +47,7 @@ class Proof(BaseModel):
 
 
 class TensorProof(BaseModel):
-    """Result of a comparison of tensors, where no outputs were compared.
+    """Result of a comparison of tensors, a part of every proof.
 
     Every tensor, read back, equalled to the bit the original's kept slices times their gates.
 
@@ -94,6 +96,7 @@ class Sample(BaseModel):
     Attributes:
         inputs_sha256: Digest of the probe inputs, made anew from the seed.
         outputs: By name.
+        positions: Length of the text beyond windows and the like; 0 without one.
         seed: Seed of the inputs.
     """
 
@@ -101,4 +104,5 @@ class Sample(BaseModel):
 
     inputs_sha256: Digest
     outputs: Annotated[dict[str, StoredOutput], Field(min_length=1)]
+    positions: Count = 0
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)] = PROBE_SEED
