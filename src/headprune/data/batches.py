@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -166,8 +167,9 @@ def batches(
     else:
         labelled = objective is Objective.TASK and data.label_column is not None
         read_label = label_reader(net, examples.labels or ()) if labelled else None
-        how = {"prompt": prompt_of(net)}
-        rows = tokenized_rows(some, tokenizer, seq_len, read_label, vocabulary, **how)
+        rows = tokenized_rows(
+            some, tokenizer, seq_len, read_label, vocabulary, prompt=prompt_of(net)
+        )
         collator = _padded_of(net, tokenizer)
     _refuse_few(rows, need)
     of_step, longest = (
@@ -177,8 +179,8 @@ def batches(
     def collate_cut(features: list[dict[str, Any]]) -> Batch:
         return collator(features if longest is None else [cut(row, longest) for row in features])
 
-    documents = np.zeros(len(rows), np.int64) if running_text else None  # sentences of one
-    return Batches(rows, collate_cut, of_step, documents)
+    one = np.zeros(len(rows), np.int64) if running_text else None  # sentences of one document
+    return Batches(rows, collate_cut, of_step, one)
 
 
 def _most_rows(

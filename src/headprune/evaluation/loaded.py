@@ -320,8 +320,8 @@ def _rows(
         refuse_beyond([tokenizer.mask_token_id], tokenizer, known)
     if task in _PACKED:
         closed = task == "masked-lm"
-        how = {"closed": closed, "vocabulary": known, "most": most, "measured": True}
-        return windows(examples, tokenizer, seq_len, **how)
+        counted = {"closed": closed, "vocabulary": known, "measured": True}
+        return windows(examples, tokenizer, seq_len, most, **counted)
     if task == "seq2seq-lm":
         of_decoder = most_tokens(net, sides=["decoder"])
         some = examples.spread(most)
