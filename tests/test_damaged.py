@@ -442,8 +442,8 @@ def scores_json(change: Change) -> Callable[[Path], None]:
 
 
 SCORES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "units": (scores_json(lambda m: m.update(units=[2, 4, 3, 3])), "not as they were written"),
-    "negative": (scores_json(lambda m: m.update(units=[7, -1, 3, 3])), "units.1"),
+    "sizes": (scores_json(lambda m: m["group_sizes"][0].append(1)), "not as they were written"),
+    "negative": (scores_json(lambda m: m["heads"][1].append(-1)), "heads.1"),
     "tensors": (lambda f: (f / "scores.safetensors").unlink(), "cannot be read"),
     "other tensors": (
         tensors_of("scores.safetensors", lambda t: t["magnitude"].fill_(float("nan"))),

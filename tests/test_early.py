@@ -76,8 +76,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tiny.save(tiny.model("llama-gqa"), Path("model"))
     scored = ModelIdentity(name="gone", model_type="llama", architecture="L", fingerprint="0")
     metadata = ScoresMetadata(
-        created="", versions={}, model=scored, unit=Unit.HEAD, modules=("m",), units=(2,),
-        query_heads=2, criteria={"fisher": "", "magnitude": ""}, data=None,
+        created="", versions={}, model=scored, unit=Unit.HEAD, modules=("m",), heads=((0, 1),),
+        group_sizes=((1, 1),), criteria={"fisher": "", "magnitude": ""}, data=None,
         calibration=CalibrationConfig(), tokens=0,
     )  # fmt: skip
     values = tiny.torch.ones(2).double()

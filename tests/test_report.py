@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
+import headprune
 from headprune.config import (
     CheckConfig,
     ConvertConfig,
@@ -256,9 +257,8 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     gates = json.loads((place / "cut" / "gates" / "gates.json").read_text())
     units = sum(len(sizes) for sizes in gates["group_sizes"])
     scores = tmp_path / "scores"
-    counts = [len(sizes) for sizes in gates["group_sizes"]]
-    metadata = {name: gates[name] for name in ("model", "unit", "modules", "query_heads")}
-    metadata |= {"created": "", "versions": {}, "criteria": {"taylor": ""}, "units": counts}
+    metadata = {n: gates[n] for n in ("model", "unit", "modules", "heads", "group_sizes")}
+    metadata |= {"created": "", "versions": {}, "criteria": {"taylor": ""}}
     metadata |= {"data": None, "calibration": {}, "tokens": 0}
     values = {"taylor": torch.arange(units, dtype=torch.float32)}
     write_scores(scores, Scores(ScoresMetadata.model_validate_json(json.dumps(metadata)), values))
@@ -276,6 +276,26 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     save_file({"taylor": values["taylor"][:-1]}, scores / "scores.safetensors")
     with pytest.raises(CheckpointError, match="not as they were written"):
         report([place / "cut" / "small", scores], tmp_path / "c.html")
+
+
+@pytest.mark.parametrize("unit", ["kv-group", "head"])
+def test_scores_of_a_cut_model_stand_at_the_ids_of_their_heads(unit: str, tmp_path: Path) -> None:
+    net = tiny.model("llama-mha")
+    tiny.save(net, tmp_path / "base")
+    path, gone = "model.layers.0.self_attn", [0, 2]
+    (tmp_path / "plan.json").write_text(json.dumps({path: gone}))
+    prune(str(tmp_path / "base"), tmp_path / "cut", CutRequest(plan=tmp_path / "plan.json"))
+    headprune.score(tmp_path / "cut", tmp_path / "scores", criterion="magnitude", unit=unit)
+    (run,) = report([tmp_path / "scores"], tmp_path / "scores.html").runs
+    assert run.head_map is not None
+    (layer,) = (layer for layer in run.head_map.layers if layer.path == path)
+    blocks = net.get_submodule(f"{path}.o_proj").weight.detach().unflatten(1, (6, -1))
+    wanted = blocks.double().square().sum((0, 2)).sqrt()
+    for cell in layer.cells:
+        assert (cell.state == "earlier") == (cell.head in gone)
+        if cell.head not in gone:
+            assert cell.evidence == pytest.approx(float(wanted[cell.head]), rel=1e-5)
+    assert layer.cells[1].evidence != pytest.approx(float(wanted[0]), rel=1e-3)
 
 
 def synthesized(folder: Path, layers: int = 32, heads: int = 32, steps: int = 1_000) -> Path:

@@ -138,8 +138,8 @@ def scores_on(
         model=source,
         unit=unit,
         modules=tuple(a.path for a in attentions),
-        units=tuple(len(members(unit, a.group_sizes)) for a in attentions),
-        query_heads=sum(a.query_heads for a in attentions),
+        heads=tuple(tuple(a.query_ids) for a in attentions),
+        group_sizes=tuple(tuple(a.group_sizes) for a in attentions),
         criteria={name: CRITERIA[name].source for name in criteria},
         data=data if examples is not None else None,
         data_sha256=digest_of_data(data)

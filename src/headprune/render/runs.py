@@ -256,9 +256,7 @@ def _map_of_result(
         and scores.metadata.model.fingerprint == first.manifest.source.fingerprint
     ):
         # scores of another model of the chain would be of other heads
-        parts = {layer.path: layer.sizes for layer in layers}
-        if set(scores.metadata.modules) <= parts.keys():
-            _show_scores(drawn, scores, [parts[path] for path in scores.metadata.modules])
+        _show_scores(drawn, scores)
     return drawn
 
 
@@ -276,8 +274,8 @@ def _map_of_gates(gates: TrainedGates) -> HeadMap:
     return drawn
 
 
-def _layers(gates: TrainedGates) -> list[Layer]:
-    about = gates.metadata
+def _layers(evidence: TrainedGates | Scores) -> list[Layer]:
+    about = evidence.metadata
     rows = zip(about.modules, about.heads, about.group_sizes, strict=True)
     return [Layer.of(path, ids, sizes) for path, ids, sizes in rows]
 
@@ -294,26 +292,17 @@ def _show_gates(drawn: HeadMap, gates: TrainedGates) -> None:
     drawn.tell("gate factor", of(gates.value.tolist()))
 
 
-def _map_of_scores(scores: Scores) -> HeadMap | None:
-    """All heads with their scores; None where the file does not say which head is in which unit."""
-    about = scores.metadata
-    size, rest = divmod(about.query_heads, max(1, sum(about.units)))
-    if rest or not size or about.unit is Unit.QUERY_SLOT or (about.unit is Unit.HEAD and size != 1):
-        return None
-    sizes = [(size,) * count for count in about.units]
-    drawn = HeadMap(
-        [Layer.of(p, range(sum(s)), s) for p, s in zip(about.modules, sizes, strict=True)]
-    )
+def _map_of_scores(scores: Scores) -> HeadMap:
+    drawn = HeadMap(_layers(scores))
     drawn.tell_kv_heads({})
-    _show_scores(drawn, scores, sizes)
+    _show_scores(drawn, scores)
     return drawn
 
 
-def _show_scores(drawn: HeadMap, scores: Scores, sizes: Sequence[Sequence[int]]) -> None:
-    about = scores.metadata
-    layers = [Layer.of(p, range(sum(s)), s) for p, s in zip(about.modules, sizes, strict=True)]
+def _show_scores(drawn: HeadMap, scores: Scores) -> None:
+    layers = _layers(scores)
     for name, values in scores.scores.items():
-        numbers = per_head(layers, about.unit, values.tolist())
+        numbers = per_head(layers, scores.metadata.unit, values.tolist())
         if drawn.evidence is None:
             drawn.show(f"score {name}", numbers)
         drawn.tell(f"score {name}", numbers)

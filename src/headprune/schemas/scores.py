@@ -38,8 +38,8 @@ class ScoresMetadata(BaseModel):
         model: The scored model.
         unit: Unit of a score.
         modules: The attention modules, in the order of the scores.
-        units: Number of units of each module.
-        query_heads: Query heads of these modules.
+        heads: Ids of the query heads of every module.
+        group_sizes: Query heads of every KV head of every module.
         criteria: Per criterion, its source.
         data: Source of the examples; None where no criterion needed any.
         data_sha256: Digest of these files; None of data of the hub.
@@ -60,8 +60,8 @@ class ScoresMetadata(BaseModel):
     model: ModelIdentity
     unit: Unit
     modules: Annotated[tuple[str, ...], Field(min_length=1)]
-    units: tuple[Count, ...]
-    query_heads: Count
+    heads: tuple[tuple[Count, ...], ...]
+    group_sizes: tuple[tuple[Count, ...], ...]
     criteria: Annotated[dict[str, str], Field(min_length=1)]
     data: DataConfig | None
     data_sha256: Digest | None = None
