@@ -66,10 +66,13 @@ class KVCache:
         """Return that of a model; empty for one that generates nothing."""
         if task_of(model) not in GENERATES:
             return cls({}, {})
+        text = model.config.get_text_config(decoder=True)
+        # some code that comes with a model does without, and then has a cache of its own
+        cache = DynamicCache(config=text if hasattr(text, "num_hidden_layers") else None)
         # a layer with a window keeps the tokens that the next one sees beside itself
         lasting = {
             number: layer.sliding_window - 1
-            for number, layer in enumerate(DynamicCache(config=model.config).layers)
+            for number, layer in enumerate(cache.layers)
             if getattr(layer, "sliding_window", 0) > 1
         }
         family, per_token, windows = family_of(model.config), {}, {}
