@@ -153,8 +153,8 @@ def batches(
     else:
         labelled = objective is Objective.TASK and data.label_column is not None
         read_label = label_reader(net, examples.labels or ()) if labelled else None
-        how = {"prompt": prompt_of(net)}
-        rows = tokenized_rows(examples, tokenizer, seq_len, read_label, vocabulary, **how)
+        how: dict[str, Any] = {"vocabulary": vocabulary, "prompt": prompt_of(net)}
+        rows = tokenized_rows(examples, tokenizer, seq_len, read_label, **how)
         collator = _padded_of(net, tokenizer)
     _refuse_few(rows, need)
     of_step, longest = (
