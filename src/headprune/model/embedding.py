@@ -73,16 +73,16 @@ class Head(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How ``encode`` of sentence-transformers makes an embedding, by the files beside a model.
+    """The embedding of ``encode`` in sentence-transformers, by the files beside a model.
 
     Attributes:
         pooling: Poolings of the last hidden states; of several, the embedding is one long vector.
-        prompt: What stands before every text.
-        longest: Tokens of a text at most; None for what the tokenizer takes.
+        prompt: Text before every text.
+        longest: Tokens of a text at most; None for the limit of the tokenizer.
         lowers: Whether capitals are read as small letters.
-        size: Numbers of an embedding that are kept; None for all.
-        similarity: How two embeddings are compared.
-        unknown: Settings that are not followed here.
+        size: First numbers of an embedding to keep; None for all.
+        similarity: Comparison of two embeddings.
+        unknown: Settings without a counterpart here.
     """
 
     pooling: tuple[str, ...] = (MEAN,)
@@ -122,7 +122,7 @@ def recipe_of(model: PreTrainedModel) -> Recipe:
 
 
 def prompt_of(model: PreTrainedModel) -> str:
-    """Return what stands before every text that is embedded; "" for other tasks."""
+    """Return the text before every text to embed; "" for other tasks."""
     return recipe_of(model).prompt if task_of(model) == "features" else ""
 
 
@@ -152,7 +152,7 @@ def read_as_embedded(tokenizer: Any, source: str | Path) -> Any:
         tokenizer.model_max_length = recipe.longest
     if recipe.lowers:
         before = tokenizer.backend_tokenizer.normalizer
-        parts = before if isinstance(before, normalizers.Sequence) else [before] * bool(before)
+        parts: Any = before if isinstance(before, normalizers.Sequence) else [before] * bool(before)
         whole = normalizers.Sequence([normalizers.Lowercase(), *parts])
         tokenizer.backend_tokenizer.normalizer = whole
     return tokenizer

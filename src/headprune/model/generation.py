@@ -1,8 +1,8 @@
 """Text that a model writes by greedy search, or by the beams that its own settings name.
 
-The settings are those of ``generation_config.json``, or of an older config.json. Each field is one
-of three kinds: it decides the text and is kept, it changes no greedy text and is left out, or it
-asks for a search that is not written here and is refused.
+The settings are those of ``generation_config.json``, or of an older config.json. There are three
+kinds of them. Some decide the text, and are kept. Some change no greedy text, and are left out.
+Others ask for another search, and are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
 
-# what changes no greedy text, or only by chance
+# these change no greedy text, or only by chance
 _LEFT_OUT = {
     # drawing of tokens
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
@@ -34,7 +34,7 @@ _LEFT_OUT = {
     *("assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind"),
     *("assistant_ensemble_weight", "target_lookbehind", "prompt_lookup_num_tokens"),
     *("max_matching_ngram_size", "speculation_type"),
-    # parts of what is refused, and the file itself
+    # parts of refused ones, and the file itself
     *("diversity_penalty", "num_beam_groups", "transformers_version", "_from_model_config"),
 }
 # searches that transformers runs by code from the hub, and one that writes the prompt anew
@@ -47,7 +47,7 @@ _OF_PROMPTS = {
 
 
 def search_of(model: PreTrainedModel) -> GenerationConfig:
-    """Return the stored settings that decide what a model writes without drawing tokens.
+    """Return the stored settings that decide the text of a model without drawing tokens.
 
     Raises:
         CheckpointError: If they ask for another search.
@@ -97,7 +97,7 @@ def generated(
     search.max_length = max(length, 1) + most
     more = {"tokenizer": tokenizer} if search.stop_strings else {}
     stored = model.generation_config
-    model.generation_config = search  # what is not set is taken from there
+    model.generation_config = search  # generate takes unset ones from there
     try:
         ids: Tensor = model.generate(**inputs, generation_config=search, **more)
     except (ArithmeticError, ImportError, NotImplementedError, TypeError, ValueError) as error:
