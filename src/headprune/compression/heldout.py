@@ -18,7 +18,7 @@ from headprune.compression.texts import Documents, Parts
 from headprune.data.passages import passage_words
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.text import HELD_OUT, evenly
-from headprune.data.tokens import around, token_ids
+from headprune.data.tokens import around, tokens_of
 from headprune.errors import DataError
 from headprune.evaluation import quality
 from headprune.evaluation.metrics import METRICS, Floats
@@ -225,8 +225,9 @@ class HeldOut:
                 )
 
     def _tokens(self, text: Documents) -> int:
-        documents = text.examples().documents()
-        return sum(len(ids) for pieces in documents for ids in token_ids(pieces, self.tokenizer))
+        documents, before = text.examples().documents(), around(self.tokenizer).before
+        parts = (part for one in documents for part in tokens_of(one, self.tokenizer, before))
+        return sum(part.shape[1] for part in parts)
 
     def _rows(self, text: Documents) -> Dataset:
         examples, known = text.examples(), self._vocabulary

@@ -318,10 +318,11 @@ def _rows(
         refuse_beyond([tokenizer.mask_token_id], tokenizer, known)
     if task in _PACKED:
         closed = task == "masked-lm"
-        how = {"closed": closed, "vocabulary": known, "most": most, "measured": True}
-        return windows(examples, tokenizer, seq_len, **how)
+        how: dict[str, Any] = {"closed": closed, "vocabulary": known, "most": most}
+        return windows(examples, tokenizer, seq_len, **how, measured=True)
     if task == "seq2seq-lm":
-        return translation_rows(examples.spread(most), tokenizer, seq_len, known, True), None
+        some = examples.spread(most)
+        return translation_rows(some, tokenizer, seq_len, known, measured=True), None
     if task == "token-classification":
         some = examples.spread(most)
         return tagged_rows(some, tokenizer, seq_len, tag_reader(net), known), None
