@@ -205,6 +205,20 @@ def test_a_chat_passes_as_it_stands(case: str, kind: str, tmp_path: Path) -> Non
     assert texts == [(of.apply_chat_template(chat, tokenize=False),) for chat in chats]
 
 
+def test_a_prompt_with_a_reference_asks_for_its_answer(tmp_path: Path) -> None:
+    of, file = tokenizer_of(CHATML), tmp_path / "pairs.jsonl"
+    chats = [TWO[:1], TWO]  # the second has its answer
+    rows = [{"messages": chat, "reference": "a"} for chat in chats]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataConfig(source=str(file), text_column="messages,reference")
+    how = ({"add_generation_prompt": True}, {})
+    wanted = [
+        of.apply_chat_template(c, tokenize=False, **h) for c, h in zip(chats, how, strict=True)
+    ]
+    assert list(read_examples(data, of).texts) == [(text, "a") for text in wanted]
+    assert wanted[0].endswith("<|im_start|>assistant\n")
+
+
 def test_names_of_sharegpt_are_roles_alone(tmp_path: Path) -> None:
     of = tokenizer_of(CHATML)
     given = [{"from": "human", "value": "human"}, {"from": "gpt", "value": "gpt", "weight": 1}]

@@ -17,7 +17,7 @@ from headprune.data import sequences
 from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import packed_sequences, windows
 from headprune.data.text import evenly, lengths
-from headprune.data.tokens import WHOLE, slices, token_ids
+from headprune.data.tokens import WHOLE, slices, tokens_of
 from headprune.errors import DataError
 from tests import tiny
 
@@ -44,9 +44,9 @@ def flat(parts: Iterable[list[int]]) -> list[int]:
 def test_a_text_within_the_limit_is_tokenized_as_a_whole() -> None:
     assert WHOLE == 4 * 1024**2
     of, text = tiny.tokenizer(), f"{PROSE}\n\n\n{PROSE}"
-    (ids,) = token_ids(pieces(text), of)
+    ((ids,),) = tokens_of(pieces(text), of)
     assert ids.tolist() == whole(text, of)
-    assert [len(list(token_ids(pieces(text), of, len(text) - n))) for n in (0, 1)] == [1, 2]
+    assert [len(list(tokens_of(pieces(text), of, most=len(text) - n))) for n in (0, 1)] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,8 @@ def test_a_text_within_the_limit_is_tokenized_as_a_whole() -> None:
 def test_a_longer_text_is_cut_at_blank_lines_or_lines(text: str, cut: list[str]) -> None:
     assert list(slices(pieces(text), 14)) == cut == list(slices([text], 14))
     of = tiny.tokenizer()
-    assert [ids.tolist() for ids in token_ids([text], of, 14)] == [whole(part, of) for part in cut]
+    found = [ids.tolist() for (ids,) in tokens_of([text], of, most=14)]
+    assert found == [whole(part, of) for part in cut]
 
 
 def test_a_text_is_read_no_further_than_tokens_are_asked_for() -> None:
@@ -75,7 +76,7 @@ def test_a_text_is_read_no_further_than_tokens_are_asked_for() -> None:
             read += 1
             yield "w1 w2 w3 w4 w5 w6 w7 w8\n\n"
 
-    first = next(token_ids(endless(), tiny.tokenizer(), 240))
+    (first,) = next(tokens_of(endless(), tiny.tokenizer(), most=240))
     assert first.tolist() == whole("w1 w2 w3 w4 w5 w6 w7 w8\n\n" * 9, tiny.tokenizer())
     assert read == 10
 

@@ -18,7 +18,7 @@ from headprune.compression.texts import CHARACTERS, Documents, Parts
 from headprune.data.passages import passage_words
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.text import HELD_OUT, evenly
-from headprune.data.tokens import around, token_ids
+from headprune.data.tokens import around, tokens_of
 from headprune.errors import DataError
 from headprune.evaluation import quality
 from headprune.evaluation.metrics import METRICS, Floats
@@ -228,10 +228,11 @@ class HeldOut:
 
     def _tokens(self, text: Documents) -> int:
         """Count the tokens of a text, no further than a sequence needs."""
-        count = 0
-        for pieces in text.examples().documents():
-            for ids in token_ids(pieces, self.tokenizer, most=CHARACTERS * self.seq_len):
-                count += len(ids)
+        documents, before = text.examples().documents(), around(self.tokenizer).before
+        most, count = CHARACTERS * self.seq_len, 0
+        for document in documents:
+            for part in tokens_of(document, self.tokenizer, before, most=most):
+                count += part.shape[1]
                 if count >= self.seq_len:
                     return count
         return count

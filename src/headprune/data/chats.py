@@ -35,10 +35,11 @@ def holds_chats(table: Dataset, column: str) -> bool:
     return isinstance(first, list) and isinstance(first[0], dict) and bool(_SAID & first[0].keys())
 
 
-def chat_text(messages: Messages, tokenizer: Any, source: str) -> str:
+def chat_text(messages: Messages, tokenizer: Any, source: str, asks: bool = False) -> str:
     """Return a chat as text, by the template of a tokenizer.
 
-    Messages have ``role`` and ``content``, or ``from`` and ``value`` as of ShareGPT.
+    Messages have ``role`` and ``content``, or ``from`` and ``value`` as of ShareGPT. ``asks``: the
+    template asks for an answer to the last message.
 
     Raises:
         DataError: If there is no template, or it takes no such messages.
@@ -49,7 +50,9 @@ def chat_text(messages: Messages, tokenizer: Any, source: str) -> str:
             "that chats, or write each chat as one text."
         )
     try:
-        text: str = tokenizer.apply_chat_template(_named(messages), tokenize=False)
+        chat = _named(messages)
+        asks = asks and chat[-1].get("role") != "assistant"
+        text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks)
     except Exception as error:  # a template raises errors of its own
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(f"'{source}': the chat template takes no such messages: {first}") from None
@@ -112,8 +115,8 @@ def _probed(
     asks, after what stands before the sign. It ends before what stands after the sign.
     """
     sign = next(sign for sign in _MARKS if sign not in text)
-    specials = (*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values()))
-    to_special = re.compile(rf"\s*(?={'|'.join(map(re.escape, specials)) or '$^'})")
+    signs = "|".join(map(re.escape, tokenizer.all_special_tokens))
+    to_special = re.compile(rf"\s*(?={signs})" if signs else "$^")
 
     def render(some: list[dict[str, Any]], **options: bool) -> str | None:
         try:

@@ -181,7 +181,8 @@ def read_examples(data: DataConfig, tokenizer: Any = None) -> Examples:
         def of_column(values: list[Any], column: str) -> list[str]:
             if column not in chats:
                 return [" ".join(one) if isinstance(one, list) else one for one in values]
-            return [chat_text(chat, tokenizer, data.source) for chat in values]
+            asks = data.pairs and column == columns[0]  # the prompt of a reference
+            return [chat_text(chat, tokenizer, data.source, asks) for chat in values]
 
         def places(batch: dict[str, list[Any]]) -> list[Any]:
             if len(columns) != 1 or not chats:

@@ -99,11 +99,10 @@ def all_windows(  # noqa: PLR0913  # text, amounts, and what to count
     def stream() -> Iterator[NDArray[Any]]:
         for document in examples.documents():
             first.append(packer.tokens)
-            last, parts = np.empty(0), tokens_of(document, tokenizer, measured)
-            for number, tokens in enumerate(parts):
+            last = np.empty(0)
+            for tokens in tokens_of(document, tokenizer, before, measured):
                 seen.add(tokens[0])
-                begins = number == 0 and tokens[0, : len(before)].tolist() == before
-                yield tokens[:, len(before) * begins :]
+                yield tokens
                 last = tokens[0, -2:]  # a template may write a line break after the end
             if not np.isin(end, last).any():
                 yield np.array([end, [0] * len(end)][: 1 + measured])
@@ -190,7 +189,7 @@ def tokenized_rows(
         for texts in _batched(singles if apart else examples.texts):
             columns = [[prompt + text for text in column] for column in zip(*texts, strict=True)]
             rows = dict(tokenizer(*columns, truncation=True, max_length=seq_len, verbose=False))
-            _begin_once(rows, tokenizer)
+            begin_once(rows, tokenizer)
             refuse_empty(map(len, rows["input_ids"]), done)
             seen.add_rows(rows["input_ids"])
             if examples.labels is not None and read_label is not None:
@@ -203,7 +202,7 @@ def tokenized_rows(
     return rows
 
 
-def _begin_once(rows: dict[str, Any], tokenizer: Any) -> None:
+def begin_once(rows: dict[str, Any], tokenizer: Any) -> None:
     """Leave out the special token before a text that has it itself."""
     begins = ([tokenizer.bos_token_id] * 2, [tokenizer.cls_token_id] * 2)
     for number, ids in enumerate(rows["input_ids"]):
@@ -338,7 +337,7 @@ def _of_answers(
     offsets: Sequence[tuple[int, int]],
     places: Sequence[Sequence[int]],
 ) -> list[int]:
-    """Return the tokens in some places of a text, and those that end them, else -100."""
+    """Return the tokens in some places of a text, and the tokens that end them, else -100."""
     starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
     counts = np.zeros(len(ids), bool)
     for start, end, closes in places:
@@ -346,7 +345,7 @@ def _of_answers(
         after = int(np.searchsorted(starts, end))
         if closes and after < len(ids) and (after or starts[0] == end):
             counts[after] = True
-    return np.where(counts, ids, -100).tolist()
+    return [token if counted else -100 for token, counted in zip(ids, counts, strict=True)]
 
 
 def _refuse_slow(tokenizer: Any, what: str) -> None:

@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from headprune.errors import DataError
 
-Ids = NDArray[np.int32]
 BYTES = "utf8_bytes"  # column of the text behind every token
 WHOLE = 1 << 22  # characters to tokenize together
 _CUTS = ("\n\n", "\n\r\n", "\n")  # blank lines, else the end of a line
@@ -49,26 +48,33 @@ def around(tokenizer: Any) -> Around:
     return Around([], [])  # no ordinary token: `Seen` refuses whatever text comes
 
 
-def token_ids(text: Iterable[str], tokenizer: Any, most: int = WHOLE) -> Iterator[Ids]:
-    """Yield the tokens of a text, without special tokens around it.
+def tokens_of(
+    text: Iterable[str],
+    tokenizer: Any,
+    before: Sequence[int] = (),
+    measured: bool = False,
+    most: int = WHOLE,
+) -> Iterator[NDArray[Any]]:
+    """Yield the tokens of a text, shape (1, tokens), without special tokens around it.
 
-    The text is read only as far as needed; ``most`` characters are tokenized together.
+    The text is read only as far as needed.
+
+    Args:
+        text: A text in pieces.
+        tokenizer: The model's tokenizer.
+        before: Special tokens to leave out where the text itself begins so, as a chat may.
+        measured: Add a row of the bytes of every token, shape (2, tokens).
+        most: Characters to tokenize together.
     """
-    for part in slices(text, most):
-        yield np.asarray(_encoded(part, tokenizer), dtype=np.int32)
-
-
-def tokens_of(text: Iterable[str], tokenizer: Any, measured: bool) -> Iterator[NDArray[Any]]:
-    """Yield the same, shape (1, tokens); or ``measured``, with a row of their bytes below."""
-    if not measured:
-        yield from (ids[None] for ids in token_ids(text, tokenizer))
-        return
     sizes = TextBytes(tokenizer)
-    for part in slices(text):
-        offsets, how = tokenizer.is_fast, {"add_special_tokens": False, "verbose": False}
-        rows = tokenizer(part, return_offsets_mapping=offsets, **how)
-        ids = rows["input_ids"]
-        yield np.array([ids, sizes.of(part, ids, rows.get("offset_mapping"))])
+    for number, part in enumerate(slices(text, most)):
+        how = {"add_special_tokens": False, "verbose": False}
+        rows = tokenizer(part, return_offsets_mapping=measured and tokenizer.is_fast, **how)
+        columns = [ids := rows["input_ids"]]
+        if measured:
+            columns.append(sizes.of(part, ids, rows.get("offset_mapping")))
+        begins = number == 0 and ids[: len(before)] == [*before]
+        yield np.array(columns)[:, len(before) * begins :]
 
 
 def slices(text: Iterable[str], most: int = WHOLE) -> Iterator[str]:
@@ -129,9 +135,9 @@ class TextBytes:
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         sizes = 1 + sum((codes > last).astype(np.int64) for last in (0x7F, 0x7FF, 0xFFFF))
         before = np.concatenate([[0], np.cumsum(sizes)])  # of every character
-        told = ~np.isin(ids, self._names)
+        told = (~np.isin(ids, self._names)).astype(np.float64)
         if offsets is None:
-            return told * before[-1] / max(told.sum(), 1)
+            return told * float(before[-1] / max(told.sum(), 1))
         starts, ends = np.array(offsets, np.int64).reshape(-1, 2).T
         through = np.maximum.accumulate(ends)
         first = starts[:1] if text[: max(starts[:1], default=0)].strip() else [0]  # cut on the left
@@ -139,7 +145,9 @@ class TextBytes:
         run = np.cumsum(~((starts < after) & (ends > starts)))  # tokens that share a character
         lengths = np.array([len(t) for t in self._tokenizer.convert_ids_to_tokens(list(ids))])
         own = np.bincount(run, before[through] - before[after])
-        return told * (own / np.maximum(np.bincount(run, lengths), 1))[run] * lengths
+        share: NDArray[np.float64] = (own / np.maximum(np.bincount(run, lengths), 1))[run]
+        share *= told * lengths
+        return share
 
     def of_rows(
         self, texts: Sequence[str], rows: Sequence[Sequence[int]], **tokenized: Any

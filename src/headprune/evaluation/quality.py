@@ -116,7 +116,7 @@ def translation_losses(
         DataError: If a loss is not finite; names the row.
     """
     collate, scores = collate or pairs_of(model, tokenizer), _Scores(rows)
-    inputs = rows.remove_columns([BYTES] if BYTES in rows.column_names else [])
+    inputs = _without_bytes(rows)
     for start in range(0, len(rows), batch_size):
         part = [inputs[i] for i in range(start, min(start + batch_size, len(rows)))]
         batch = on_device(model, collate(part))
@@ -140,7 +140,7 @@ def answer_losses(
         DataError: If a loss is not finite; names the row.
     """
     scores, labels = _Scores(rows, 1), iter(rows["labels"])
-    for batch in _padded(model, rows, tokenizer, batch_size, progress):
+    for batch in _padded(model, _without_bytes(rows), tokenizer, batch_size, progress):
         logits = model(**batch, use_cache=False).logits[:, :-1]
         some = [torch.tensor(next(labels)) for _ in range(len(logits))]
         scores.add(logits, pad_sequence(some, batch_first=True, padding_value=-100)[:, 1:])
@@ -230,6 +230,10 @@ def _batches(sequences: Dataset, size: int, progress: Progress) -> Iterator[Tens
         progress(min(start + size, len(sequences)), len(sequences))
 
 
+def _without_bytes(rows: Dataset) -> Dataset:
+    return rows.remove_columns([BYTES]) if BYTES in rows.column_names else rows
+
+
 def _collated(
     model: PreTrainedModel, rows: Dataset, collate: Collate, size: int, progress: Progress
 ) -> Iterator[dict[str, Tensor]]:
@@ -254,7 +258,7 @@ class _Scores:
 
     Args:
         rows: The sequences, perhaps with the bytes of their tokens.
-        given: Tokens of each that are not scored.
+        given: Tokens before the scored ones.
     """
 
     def __init__(self, rows: Dataset, given: int = 0) -> None:
