@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headprune import devices
 from headprune.model.attention import layer_of
 from headprune.model.batch import Batch, real_tokens, token_mask
 from headprune.model.heads import output_rows, read_output
@@ -87,7 +88,7 @@ class Written:
             for projection in attention.projections if attention.query_heads else ():
                 rows = output_rows(attention, projection).get("v")
                 if rows is not None:
-                    hook = partial(self._keep, attention.path, rows)
+                    hook = partial(self._keep, attention.path, rows.to(devices.chosen()))
                     stack.callback(projection.module.register_forward_hook(hook).remove)
 
     def _keep(self, path: str, rows: Tensor, module: nn.Module, args: Any, output: Tensor) -> None:
