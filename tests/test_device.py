@@ -30,7 +30,7 @@ from tests import tiny
 from tests.test_cli import run
 
 RUN_NO_MODEL = {"families", "report"}
-ON_THE_CPU = {"convert-mla", "export", "inspect", "pad"}  # for engines, or float64
+ON_THE_CPU = {"export", "pad"}  # for engines
 
 
 @pytest.fixture

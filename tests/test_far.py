@@ -175,6 +175,20 @@ def compress(job: Job) -> dict[str, Tensor]:
     return near | _tensors(output)
 
 
+def convert_mla(job: Job) -> dict[str, Tensor]:
+    """Latents, and what the record says of them."""
+    output = job.output("latent")
+    given = {"rank": 20, "rope_dim": 6, "calibration_tokens": 1_280, "seq_len": 16}
+    record = job("convert_mla", job.model, data=job.data, output=output, **given).record
+    return {"compared": torch.tensor(float(record.proof.passed))} | _tensors(output)
+
+
+def inspect(job: Job) -> dict[str, Tensor]:
+    """The price of latents."""
+    found = job("inspect", job.model, data=job.data, latent=True)
+    return {str(p.rank): torch.tensor([p.lost, p.perplexity_ratio]) for p in found.latents}
+
+
 def _tensors(folder: Path) -> dict[str, Tensor]:
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
@@ -206,6 +220,8 @@ JOBS: dict[str, Callable[[Job], dict[str, Tensor]]] = {
     "verify": verify,
     "migrate": migrate,
     "compress": compress,
+    "latent": convert_mla,
+    "inspect": inspect,
 }
 
 
@@ -334,6 +350,7 @@ def _quick(name: str, case: str) -> bool:
 
 def _rows() -> list[tuple[str, str]]:
     unlike = {("migrate", "llama-gqa"), ("migrate", "t5")}  # transformers 4 pruned none of these
+    unlike |= set(product(("latent", "inspect"), CASES[1:]))  # has no latent form
     return [row for row in product(JOBS, CASES) if row not in unlike]
 
 

@@ -45,6 +45,7 @@ def convert_mla(
     calibration_tokens: Tokens = 16_384,
     seq_len: Length = 512,
     overwrite: o.Overwrite = False,
+    device: o.Device = "auto",
     context: Context = Context(),
 ) -> Exported | Healed:
     """Give all heads one latent and one rotary key (MLA), verify the result, write it.

@@ -22,12 +22,16 @@ def _show(console: Console, result: Inspection, values: Mapping[str, Any]) -> No
     inspection(console, result)
 
 
-@command(Panel.CHOOSE, _show, config=False, needs={"data": "latent", "latent": "data"})
+_NEEDS = {"data": "latent", "latent": "data", "device": "latent"}
+
+
+@command(Panel.CHOOSE, _show, config=False, needs=_NEEDS)
 def inspect(
     model: o.Model,
     *,
     latent: Annotated[bool, o.option("Also the price of latent attention (MLA), by size.")] = False,
     data: o.Data | None = None,
+    device: o.Device = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
     context: Context = Context(),
 ) -> Inspection:
@@ -38,8 +42,6 @@ def inspect(
     if not latent or data is None:
         return inspected
     from headprune.config import data_config
-    from headprune.devices import running_on
     from headprune.formats.mla import priced
 
-    with running_on("cpu"):  # as convert-mla
-        return priced(inspected, model, data_config(data, None, None), context)
+    return priced(inspected, model, data_config(data, None, None), context)

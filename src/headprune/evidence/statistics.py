@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headprune import devices
 from headprune.errors import DataError, PlanError
 from headprune.evidence.losses import example_losses
 from headprune.model.batch import Batch, real_tokens, token_mask
@@ -254,7 +255,8 @@ class _Collector:
     def start(self, batch: Batch, special_ids: Sequence[int]) -> None:
         """Forget the gates of the last batch; hooks make those of the coming one."""
         self.batch = batch
-        self.special = torch.tensor(sorted(set(special_ids)), dtype=torch.long)
+        special = torch.tensor(sorted(set(special_ids)), dtype=torch.long)
+        self.special = special.to(devices.chosen())
         for sums in self.sums:
             sums.live = []
 

@@ -39,6 +39,7 @@ from headprune.model.heads import read_heads
 from headprune.model.inspection import Inspection, LatentPrice
 from headprune.model.loading import load_config, load_tokenizer, task_of
 from headprune.model.open import open_model
+from headprune.model.placement import alone_on_device, placed
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.stored import fetch_weights, find_file
 from headprune.result.equivalence import difference
@@ -330,11 +331,11 @@ class _LatentFormat:
     def write(
         self, source: ExportSource, folder: Path, config: ExportConfig, on_step: OnStep
     ) -> tuple[str, ...]:
-        self.net = source.load()
+        self.net = placed(source.load())
         tokenizer = load_tokenizer(source.folder, source.config)
         self.fitter = fitter = Fitter(self.net, tokenizer, self.data, self.config, self.context)
         self.fit = self._chosen()
-        self.result = converted(self.net, fitter, self.fit)
+        self.result = converted(self.net.cpu(), fitter, self.fit)
         self._compare()
         stored = next(iter(source.weights.values())).dtype
         stored = torch.bfloat16 if stored is torch.float16 else stored  # which latents underflow
@@ -342,8 +343,7 @@ class _LatentFormat:
             parameter.data = parameter.data.to(stored)
         self.result.save_pretrained(folder)
         write_config(self.result.config, folder, None)
-        self.result.float()
-        outputs = probe(self.result, probe_inputs(self.net), decoded=False)
+        outputs = probe(placed(self.result.float()), probe_inputs(self.net), decoded=False)
         self.details[f"stored in {dtype_name(stored)}"] = difference(self.wanted, outputs)
         copy_companions(source.folder, folder)
         ratio = fitter.ratio_of(self.result)
@@ -366,11 +366,13 @@ class _LatentFormat:
             net.double()
         inputs = probe_inputs(self.net)
         outputs = []
-        for fit in (self.fit, _misplaced(self.fit)):
-            with self.fitter.in_place(fit):
-                outputs.append(probe(self.net, inputs, decoded=False))
+        with alone_on_device(self.net):
+            for fit in (self.fit, _misplaced(self.fit)):
+                with self.fitter.in_place(fit):
+                    outputs.append(probe(self.net, inputs, decoded=False))
         self.wanted = outputs[0]
-        self.gap = difference(self.wanted, probe(self.result, inputs, decoded=False))
+        with alone_on_device(self.result):
+            self.gap = difference(self.wanted, probe(self.result, inputs, decoded=False))
         self.details = {_CONTROL: difference(*outputs)}
         for net in (self.net, self.result):
             net.float()
@@ -392,7 +394,8 @@ class _LatentFormat:
         if not control > 10 * _TOLERANCE:
             raise ProofError(f"The proof is inconclusive: {_CONTROL} moves {control}.")
         inputs = probe_inputs(self.result)
-        reloaded = difference(probe(self.result, inputs), probe(open_source(folder).load(), inputs))
+        both = (self.result, placed(open_source(folder).load()))
+        reloaded = difference(*(probe(net, inputs) for net in both))
         return ExportProof(
             how="engine",
             engine=f"transformers {metadata.version('transformers')}",

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from headprune import devices
 from headprune.runtime.modeling_headprune import Attention
 
 GateSource = Callable[[int], Tensor | None]
@@ -67,6 +68,6 @@ def open_elsewhere(
 
 
 def fixed(gates: Sequence[Float[Tensor, " _"]]) -> GateSource:
-    """Return a gate source with one constant vector per attention module."""
-    rows = [torch.as_tensor(gate)[None] for gate in gates]
+    """Return a gate source with one constant vector per attention module, on the device."""
+    rows = [torch.as_tensor(gate)[None].to(devices.chosen()) for gate in gates]
     return lambda position: rows[position]

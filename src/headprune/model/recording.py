@@ -45,7 +45,7 @@ class RecordedCall:
     scaling: float
     arguments: dict[str, Any]
     eager: Callable[..., Any]
-    owners: list[int] | None
+    owners: Tensor | None
 
     def outputs(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return outputs of some sequences, shape (sequences, length, heads, head_dim).
@@ -79,7 +79,7 @@ class RecordedCall:
     def _fuses(self, number: int) -> bool:
         """Return whether torch's kernel agrees with the model's own function on one sequence."""
         length = self.query.shape[2]
-        rows = torch.arange(0, length, -(-length // _TRIED))
+        rows = torch.arange(0, length, -(-length // _TRIED), device=self.query.device)
         exact = self.query.dtype in (torch.float32, torch.float64)
         own, fused = (self._outputs_at(number, rows, fuses) for fuses in (False, True))
         return not self.bends_scores and _close(fused, own, _AGREES if exact else 20 * _AGREES)
@@ -91,7 +91,8 @@ class RecordedCall:
             return self._attend(query, key, value, part, rows)[0]
         owners = self.owners
         if owners is None:
-            owners = [head * key.shape[1] // query.shape[1] for head in range(query.shape[1])]
+            every = torch.arange(query.shape[1], device=key.device)
+            owners = every * key.shape[1] // query.shape[1]
         outputs = F.scaled_dot_product_attention(
             query,
             key[:, owners],
@@ -161,9 +162,9 @@ def _recorded_attention(
     scaling = arguments.pop("scaling", None) or query.shape[-1] ** -0.5
     owners, facts = None, getattr(module, "headprune", None)
     if module.config.headprune_repeats:
-        owners = module.headprune_kv_of_query.numbers
+        owners = module.headprune_kv_of_query.index
     if facts is not None and facts.repeats_output:  # undone, so that there is one key per KV head
-        owners = facts.owners.numbers
+        owners = facts.owners.index
         key, value = facts.firsts(key, 1), facts.firsts(value, 1)
     call = RecordedCall(
         module=module,
@@ -225,14 +226,15 @@ def _candidates(position_embeddings: Any, length: int, head_dim: int) -> Iterato
     )
     if cos.dim() != 2 or cos.shape[0] != length:
         return
-    width = cos.shape[1]
+    width, device = cos.shape[1], cos.device
     half = width // 2
     if width <= head_dim and width % 2 == 0:
-        yield Rotation(RotaryPairs.halves(width, head_dim), cos[:, :half], sin[:, :half])
-        yield Rotation(RotaryPairs.interleaved(width, head_dim), cos[:, ::2], sin[:, ::2])
-        yield Rotation(RotaryPairs.interleaved(width, head_dim), cos[:, :half], sin[:, :half])
+        yield Rotation(RotaryPairs.halves(width, head_dim, device), cos[:, :half], sin[:, :half])
+        interleaved = RotaryPairs.interleaved(width, head_dim, device)
+        yield Rotation(interleaved, cos[:, ::2], sin[:, ::2])
+        yield Rotation(interleaved, cos[:, :half], sin[:, :half])
     if 2 * width <= head_dim:  # one angle per pair
-        yield Rotation(RotaryPairs.halves(2 * width, head_dim), cos, sin)
+        yield Rotation(RotaryPairs.halves(2 * width, head_dim, device), cos, sin)
 
 
 def _close(got: Tensor, wanted: Tensor, tolerance: float) -> bool:

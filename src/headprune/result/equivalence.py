@@ -188,7 +188,7 @@ def probe_rounding(
     for seed in range(2):
         generator, gates = torch.Generator().manual_seed(seed), []
         for cut in cuts:
-            gate = cut.gate().double()
+            gate = cut.gate().to(model.dtype)
             bits = torch.randint(-1, 2, gate.shape, generator=generator)
             gates.append(gate * (1 + eps * bits))
         with gated([cut.attention for cut in cuts], fixed(gates)):

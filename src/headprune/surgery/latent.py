@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from headprune.data.text import Sequences
 from headprune.model.heads import read_heads
 from headprune.model.passes import eager_attention, run_model
+from headprune.model.placement import input_device
 from headprune.model.recording import AttentionRecorder, RecordedCall
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.rotary import RotaryPairs
@@ -134,7 +135,7 @@ def gather(
         flat = query.transpose(0, 1).flatten(1, 2).double()
         moments.query += flat.transpose(1, 2) @ flat
         length = call.query.shape[2]
-        rows = torch.arange(length)
+        rows = torch.arange(length, device=key.device)
         back = (rows[:, None] - rows).clamp(min=0).flatten()
         for number in range(len(query)):
             part = slice(number, number + 1)
@@ -152,7 +153,7 @@ def gather(
         for done, batch in enumerate(batches, 1):
             run_model(model, batch)
             on_step(done, len(batches))
-    return found
+    return {path: _moved(moments, "cpu") for path, moments in found.items()}
 
 
 def _empty(attention: Attention, text: Sequences) -> AttentionMoments:
@@ -160,7 +161,7 @@ def _empty(attention: Attention, text: Sequences) -> AttentionMoments:
     count, width = heads.q.shape[:2]
     joint = 2 * len(heads.k) * width
     outputs = heads.o.double()
-    return AttentionMoments(
+    moments = AttentionMoments(
         count,
         len(heads.k),
         width,
@@ -171,6 +172,16 @@ def _empty(attention: Attention, text: Sequences) -> AttentionMoments:
         torch.zeros(text.longest or max(len(row) for row in text.rows["input_ids"])).double(),
         biased=heads.k_bias is not None,
     )
+    return _moved(moments, outputs.device)
+
+
+Maps = TypeVar("Maps", "AttentionMoments", "Latent")
+
+
+def _moved(maps: Maps, *to: torch.device | torch.dtype | str) -> Maps:
+    """Return moments or maps with their tensors on a device or in an element type."""
+    moved: dict[str, Any] = {n: x.to(*to) for n, x in vars(maps).items() if torch.is_tensor(x)}
+    return replace(maps, **moved)
 
 
 def _principal(moments: AttentionMoments) -> tuple[Tensor, Tensor]:
@@ -260,7 +271,8 @@ def projected(
 ) -> Iterator[None]:
     """Make the keys and values of a model pass through latents, in place, without a cache."""
     dtype = torch.promote_types(model.dtype, torch.float32)
-    maps = {path: _in_dtype(latent, dtype) for path, latent in latents.items()}
+    device = input_device(model)
+    maps = {path: _moved(latent, device, dtype) for path, latent in latents.items()}
 
     def attend(call: RecordedCall, path: str, raw: Mapping[str, Tensor]) -> Tensor:
         latent, heads = maps[path], call.key.shape[1]
@@ -280,11 +292,6 @@ def projected(
 
     with _attending(model, attentions, attend):
         yield
-
-
-def _in_dtype(latent: Latent, dtype: torch.dtype) -> Latent:
-    maps: dict[str, Any] = {n: x.to(dtype) for n, x in vars(latent).items() if torch.is_tensor(x)}
-    return replace(latent, **maps)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from headprune import devices
 from headprune.model.heads import output_rows
 from headprune.runtime.modeling_headprune import Attention
 
@@ -45,7 +46,7 @@ def larger_queries(attentions: Sequence[Attention], factor: float) -> Iterator[N
             for projection in attention.projections:
                 rows = output_rows(attention, projection).get("q")
                 if rows is not None:
-                    multiply = partial(_multiply, rows.flatten(), factor)
+                    multiply = partial(_multiply, rows.flatten().to(devices.chosen()), factor)
                     handle = projection.module.register_forward_hook(multiply)
                     stack.callback(handle.remove)
         yield

@@ -103,7 +103,7 @@ def shared_key(
     basis = moment.new_zeros(width, moment.shape[0])
     maps = moment.new_zeros(len(owners), width, width)
     power = lost = 0.0
-    unpaired = torch.arange(width) if pairs is None else pairs.unpaired
+    unpaired = (torch.arange(width) if pairs is None else pairs.unpaired).to(moment.device)
     if len(unpaired):
         joint = _joint_rows(unpaired, width, moment.shape[0] // width)
         gram = queries[:, unpaired][:, :, unpaired]
@@ -155,7 +155,8 @@ def _shared_pairs(
 
 
 def _joint_rows(coordinates: Tensor, width: int, heads: int) -> Tensor:
-    return (width * torch.arange(heads)[:, None] + coordinates).flatten()
+    first = width * torch.arange(heads, device=coordinates.device)
+    return (first[:, None] + coordinates).flatten()
 
 
 def _gathered(gram: Tensor, owners: Sequence[int], root: Tensor) -> Tensor:

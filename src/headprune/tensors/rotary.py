@@ -24,22 +24,24 @@ class RotaryPairs:
     head_dim: int
 
     @staticmethod
-    def halves(width: int, head_dim: int) -> RotaryPairs:
+    def halves(width: int, head_dim: int, device: torch.device | str | None = None) -> RotaryPairs:
         """Coordinate j with j + width/2, as in Llama."""
-        j = torch.arange(width // 2)
+        j = torch.arange(width // 2, device=device)
         return RotaryPairs(j, j + width // 2, head_dim)
 
     @staticmethod
-    def interleaved(width: int, head_dim: int) -> RotaryPairs:
+    def interleaved(
+        width: int, head_dim: int, device: torch.device | str | None = None
+    ) -> RotaryPairs:
         """Coordinate 2j with 2j + 1, as in Cohere and GPT-J."""
-        j = torch.arange(width // 2)
+        j = torch.arange(width // 2, device=device)
         return RotaryPairs(2 * j, 2 * j + 1, head_dim)
 
     @property
     def unpaired(self) -> Int[Tensor, " rest"]:
         """Coordinates that do not rotate."""
         paired = torch.cat([self.first, self.second])
-        every = torch.arange(self.head_dim)
+        every = torch.arange(self.head_dim, device=self.first.device)
         return every[~torch.isin(every, paired)]
 
     def complex(
