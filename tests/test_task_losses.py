@@ -258,7 +258,8 @@ def test_a_part_of_a_column_is_read_as_the_whole(tmp_path: Path) -> None:
     config = EvaluateConfig(speed=False, resamples=20, seq_len=16, max_windows=4)
     data = table(tmp_path / "data.csv", ["1", "0"] * 4)
     found = evaluate(folder, data, config).model.metrics
-    named = evaluate(folder, table(tmp_path / "names.csv", ["2", "1"] * 4), config).model.metrics
+    with pytest.warns(HeadpruneWarning, match="read as names"):
+        named = evaluate(folder, table(tmp_path / "b.csv", ["2", "1"] * 4), config).model.metrics
     assert [(m.name, m.value) for m in found] == [(m.name, m.value) for m in named]
 
 

@@ -127,14 +127,14 @@ def batches(
     if task in ("causal-lm", "masked-lm") or (packed and task != "seq2seq-lm"):
         closed = task != "causal-lm"
 
-        def packed(length: int) -> tuple[Dataset, NDArray[np.int64]]:
+        def windows_of(length: int) -> tuple[Dataset, NDArray[np.int64]]:
             most = _most_rows(config, length)
             return all_windows(examples, tokenizer, length, need, closed, vocabulary, most)
 
-        rows, documents = packed(seq_len)
+        rows, documents = windows_of(seq_len)
         if config.seq_len is None and len(rows) < _FEW:
             seq_len = max(8, seq_len * len(rows) // _FEW)
-            rows, documents = packed(seq_len)
+            rows, documents = windows_of(seq_len)
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)
         prefix = len(around(tokenizer).before)
