@@ -179,8 +179,8 @@ def batches(
         shorter = features if longest is None else [cut(row, longest) for row in features]
         return cast(Batch, dict(collator(shorter)))
 
-    documents = np.zeros(len(rows), np.int64) if running_text else None  # sentences of one
-    return Batches(rows, padded, of_step, documents)
+    sentences = np.zeros(len(rows), np.int64) if running_text else None
+    return Batches(rows, padded, of_step, sentences)
 
 
 def _most_rows(

@@ -126,7 +126,7 @@ def json_lines(file: Path, target: Path) -> Path:
         return file
     try:
         rows = json.loads("".join(text_pieces(file)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return file  # datasets says where it is damaged
     texts = (row if isinstance(row, dict) else {"text": row} for row in rows)
     target.write_text("".join(f"{json.dumps(row)}\n" for row in texts), encoding="utf-8")

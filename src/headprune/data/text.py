@@ -68,7 +68,7 @@ def split_windows(documents: NDArray[np.int64], count: int) -> Split:
 
     Args:
         documents: The document that each window begins in.
-        count: Windows of a part that is held out.
+        count: Windows to choose by.
     """
     total = len(documents)
     size = 1 + min(count, -(-4 * HELD_OUT * count // total))  # the last window is lost
