@@ -271,6 +271,9 @@ def test_a_classifier_of_sounds_reads_folders_by_class(recordings: Path, tmp_pat
         place.parent.mkdir(parents=True, exist_ok=True)
         file.rename(place)
     data = tmp_path / "classes"
+    for name in (".ipynb_checkpoints/a.wav", "__MACOSX/a.wav", "low/._a.wav", "low/Thumbs.db"):
+        (data / name).parent.mkdir(exist_ok=True)
+        (data / name).write_bytes(b"\0\5\x16\7")
     report = headprune.evaluate(folder, data=data)
     read = read_recordings(DataConfig(source=str(data)), labelled=True)
     right = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -13,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset
 
 from headprune.config import (
     ConvertConfig,
@@ -70,8 +73,15 @@ DAMAGED = {
     "quote.csv": (b'text\n"a\nb\n', "quote.csv', line 2: .*unexpected end of data"),
     "wide.csv": (
         b"text,b\na,1\nb,2,3,4\n",
-        "wide.csv', line 3: this row has 4 cells, and the first has 2",
+        "wide.csv', line 3: this row has 4 cells",
     ),
+    "long.csv": (b'text,b\n"a\nb",1\na,1,2\n', "long.csv', line 4: this row has 3 cells"),
+    "short.tsv": (b"text\tb\na\t1\nb\n", "short.tsv', line 3: this row has 1 cells"),
+    "spaced.csv": (b'text,b\na, "b, c"\n', "spaced.csv', line 2: this row has 3 cells"),
+    "said.csv": (b'text\na\n"b" said c\n', "said.csv', line 3: the row .* no CSV"),
+    "mac.csv": (b"text\ra\rb", "mac.csv', line 1: the row .* no CSV"),
+    "twice.csv": (b"text,text\na,b\n", "two columns called 'text'"),
+    "names.csv": (b"text,label\n", "names.csv' has no rows"),
     "cut.parquet": (b"PAR1garbage", "magic bytes not found"),
     "bytes.parquet": (parquet(b"w1", b"a\xff\xed\xa0\x80"), "not readable as UTF-8"),
     "null.jsonl": (b" null\n\nnull\n", "a row that is null"),
@@ -121,6 +131,126 @@ def test_columns_are_separated_as_their_first_row(name: str, content: str, tmp_p
 
 def texts_in(place: Path, **options: str) -> list[str]:
     return [text for (text,) in read_examples(DataConfig(source=str(place), **options)).texts]
+
+
+CELLS = [
+    *("NA", "N/A", "null", "None", "nan", "TRUE", "false", "1e5", "007", "1.0", "-0", "#N/A", "-"),
+    *("12345678901234567890123", "0.1234567890123456789", "  a ", 'say "hi"', "2021-02-03", "é"),
+]
+QUOTED = [*CELLS, '"', '"a" said', "a,b;c\td", "two\nlines", "two\r\nlines"]
+
+
+def written(name: str, cells: list[str]) -> bytes:
+    """A table whose columns are the cells, and the cells again, in turns."""
+    rows, text = list(zip(cells, cells[::-1], [*cells[1:], cells[0]], strict=True)), io.StringIO()
+    if ".jsonl" in name:
+        lines = [json.dumps(dict(zip("abl", row, strict=True))) for row in rows]
+        text.write("\n".join(lines))
+    elif ".tsv" in name:
+        text.write("\r\n".join("\t".join(row) for row in [("a", "b", "l"), *rows]))
+    else:
+        table = csv.writer(text, delimiter=";" if "semicolon" in name else ",")
+        table.writerows([("a", "b", "l"), *rows])
+    content = text.getvalue().encode("utf-8-sig" if "excel" in name else "utf-8")
+    return gzip.compress(content) if name.endswith(".gz") else content
+
+
+@pytest.mark.parametrize(
+    "name", ["a.csv", "semicolon.csv", "excel.csv", "a.csv.gz", "a.tsv", "a.tsv.gz", "a.jsonl"]
+)
+def test_every_cell_is_read_as_it_is_written(name: str, tmp_path: Path) -> None:
+    file, cells = tmp_path / name, CELLS if ".tsv" in name else QUOTED
+    file.write_bytes(written(name, cells))
+    examples = read_examples(DataConfig(source=str(file), text_column="a,b", label_column="l"))
+    assert list(examples.texts) == list(zip(cells, cells[::-1], strict=True))
+    assert list(examples.labels or ()) == [*cells[1:], cells[0]]
+    changed = [cells[0].lower(), *cells[1:]]
+    file.write_bytes(written(name, changed))
+    assert next(iter(read_examples(DataConfig(source=str(file), text_column="a,b")).texts)) == (
+        "na",
+        cells[-1],
+    )
+
+
+def test_tables_from_elsewhere_have_the_cells_of_plain_readers(tmp_path: Path) -> None:
+    """As GLUE writes SST-2, Excel a CSV, pandas an index, datasets dates and a missing label."""
+
+    def read(name: str, content: bytes, column: str, label: str) -> tuple[list[str], list[str]]:
+        (tmp_path / name).write_bytes(content)
+        config = DataConfig(source=str(tmp_path / name), text_column=column, label_column=label)
+        examples = read_examples(config)
+        return [text for (text,) in examples.texts], list(examples.labels or ())
+
+    lines = ["sentence\tlabel", 'it \'s a "charming" film\t1', '" unclosed\t0', 'and "\t1']
+    found = read("sst.tsv", "\n".join(lines).encode(), "sentence", "label")
+    assert list(zip(*found, strict=True)) == [tuple(line.split("\t")) for line in lines[1:]]
+
+    text = 'text;label;;\r\n"a; b\r\nc";TRUE;;\r\n"say ""hi""";007;;\r\n\r\n'
+    rows = [row for row in csv.reader(io.StringIO(text, newline=""), delimiter=";") if row][1:]
+    found = read("excel.csv", text.encode("utf-8-sig"), "text", "label")
+    assert found == ([row[0] for row in rows], [row[1] for row in rows])
+
+    frame = pd.DataFrame({"text": ["NA", "x", None], "label": [0, 1, None]})
+    frame["label"] = frame["label"].astype("Int64")
+    for name, content in (
+        ("index.csv", frame.to_csv()),  # an index, and an empty row
+        ("lines.jsonl", frame.to_json(orient="records", lines=True)),
+        ("list.json", frame.to_json(orient="records", indent=1)),
+    ):
+        with pytest.warns(HeadpruneWarning, match="1 of 3 rows have no text"):
+            assert read(name, content.encode(), "text", "label") == (["NA", "x"], ["0", "1"])
+    frame.astype({"label": float}).to_parquet(tmp_path / "floats.parquet")
+    content = (tmp_path / "floats.parquet").read_bytes()
+    with pytest.warns(HeadpruneWarning, match="1 of 3 rows have no text"):
+        assert read("floats.parquet", content, "text", "label") == (["NA", "x"], ["0", "1"])
+
+    mixed = b'{"text": "a", "label": 1}\n{"text": "b", "label": "1"}\n'
+    assert read("mixed.jsonl", mixed, "text", "label") == (["a", "b"], ["1", "1"])
+
+
+@pytest.mark.parametrize("score", ["0.5", "1", "True"])
+def test_a_column_of_numbers_is_not_taken_for_the_text(score: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f",sentence,score\n0,w1 w2,{score}\n1,7,{score}\n")
+    assert texts_in(tmp_path / "a.csv") == ["w1 w2", "7"]
+    assert texts_in(tmp_path / "a.csv", text_column="score") == [score, score]
+
+
+def test_tables_of_a_folder_have_the_same_columns(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\nw1,a\n")
+    (tmp_path / "b.csv").write_text("label,text\nb,w2\n")
+    assert texts_in(tmp_path) == ["w1", "w2"]
+    (tmp_path / "b.csv").write_text("label,words\nb,w2\n")
+    with pytest.raises(DataError, match="b.csv' has the columns label, words, and a file before"):
+        texts_in(tmp_path)
+
+
+HIDDEN = (".ipynb_checkpoints/a-checkpoint", "._a", "sub/.hidden/a", "__MACOSX/._a", "~$a")
+
+
+@pytest.mark.parametrize("ending", [".txt", ".csv", ".tsv", ".jsonl", ".parquet"])
+def test_hidden_files_are_no_data(ending: str, tmp_path: Path) -> None:
+    table, folder = Dataset.from_dict({"text": ["w1 w2", "w3"]}), tmp_path / ".home" / "data"
+    (folder / "sub").mkdir(parents=True)
+    for file in (folder / f"a{ending}", folder / "sub" / f"b{ending}"):
+        if ending in (".csv", ".tsv"):
+            table.to_csv(file, sep="," if ending == ".csv" else "\t")
+        elif ending == ".txt":
+            file.write_text("w1 w2\nw3\n")
+        else:
+            table.to_json(file) if ending == ".jsonl" else table.to_parquet(file)
+    data = DataConfig(source=str(folder))
+    texts, digest = texts_in(folder), digest_of_data(data)
+    assert len(texts) == (2 if ending == ".txt" else 4)
+    for name in HIDDEN:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(folder / f"a{ending}", folder / f"{name}{ending}")
+    (folder / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    assert (texts_in(folder), digest_of_data(data)) == (texts, digest)
+    seen = load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
+    assert seen.num_rows == 4 + 2  # datasets reads ~$a, the lock of an editor
+    shutil.copy(folder / f"a{ending}", folder / f"c{ending}")
+    assert digest_of_data(data) != digest and len(texts_in(folder)) > len(texts)
+    assert texts_in(folder / f"._a{ending}") == texts_in(folder / f"a{ending}")  # asked for
 
 
 TEMPLATE = """{% for m in messages %}{% if m.role not in ("user", "assistant", "system") %}{{

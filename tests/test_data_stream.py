@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from headprune.config import DataConfig
+from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, HealConfig, Objective
 from headprune.data import sequences
+from headprune.data.batches import batches, calibration, merge_calibration
 from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import packed_sequences, windows
 from headprune.data.text import evenly, lengths
@@ -109,6 +113,45 @@ def test_windows_are_those_of_whole_documents(
     ended = flat([*whole(text, of), of.eos_token_id] for text in texts)
     found = packed_sequences(documents, of, 16)
     assert flat(found["input_ids"]) == ended[: len(ended) // 16 * 16]
+
+
+@pytest.mark.parametrize("kind", ["text", "documents", "rows", "chosen by tokens", "merge"])
+def test_no_more_text_is_tokenized_than_a_short_run_needs(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps on a long text, and on one that is four times as long."""
+    monkeypatch.setattr(sequences, "_FAR", 2_000)
+    monkeypatch.setattr("headprune.data.tokens.WHOLE", 2_000)
+    monkeypatch.setattr(sequences, "token_ids", partial(token_ids, most=2_000))
+    read: list[int] = []
+
+    class Counting(PreTrainedTokenizerFast):
+        def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
+            read.append(sum(map(len, [text] if isinstance(text, str) else text)))
+            return super().__call__(text, *args, **options)
+
+    of, name = tiny.tokenizer(), "bert-base" if kind == "rows" else "llama-gqa"
+    of.__class__ = Counting
+    net, seen = tiny.model(name), []
+    for size in (2, 8):
+        lines = [tiny.text(12, seed) for seed in range(300)] * size
+        file = tmp_path / f"{size}{'.txt' if kind == 'text' else '.jsonl'}"
+        rows = lines if kind == "text" else [json.dumps({"text": line}) for line in lines]
+        file.write_text("\n\n".join(rows) if kind == "text" else "\n".join(rows))
+        data = DataConfig(source=str(file))
+        read.clear()
+        if kind == "chosen by tokens":
+            few = CalibrationConfig(calibration_tokens=64, seq_len=16)
+            assert calibration(net, of, data, few, "score").fit.tokens == 64
+        elif kind == "merge":
+            merge = ConvertConfig(kv_heads=1, merge="lowrank", calibration_tokens=64, seq_len=16)
+            assert merge_calibration(net, of, data, merge).fit.tokens == 64
+        else:
+            heal = HealConfig(steps=2, batch_size=2, seq_len=16)
+            assert len(batches(Objective.DISTILL, net, of, data, heal).rows) >= 2 * 2 + 2 * 16
+        seen.append(sum(read))
+        assert seen[-1] < 40_000
+    assert seen[1] <= 1.2 * seen[0]
 
 
 def test_nothing_is_left_in_the_temporary_folder(

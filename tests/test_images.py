@@ -170,6 +170,31 @@ def test_images_are_the_same_from_everywhere(kind: str, images: Path, tmp_path: 
     assert len({value for _, value in of_labels[0]}) == 40
 
 
+def test_hidden_files_are_no_images(model: Path, images: Path) -> None:
+    before = read_images(DataConfig(source=str(images)))
+    for place in (images / ".ipynb_checkpoints", images / "dark" / ".git", images / "__MACOSX"):
+        place.mkdir()
+        picture(1).save(place / "1.png")
+        picture(1).save(place.parent / "._1.png")
+    (images / "Thumbs.db").write_bytes(b"\xd0\xcf")
+    assert read_images(DataConfig(source=str(images))).sha256 == before.sha256
+    assert accuracy(headprune.evaluate(model, data=images)) == 1
+    picture(1).save(images / "dark" / "1.png")
+    assert accuracy(headprune.evaluate(model, data=images)) == 40 / 41
+
+
+def test_a_list_of_images_has_the_labels_as_written(images: Path) -> None:
+    files, labels = sorted(images.rglob("*.png")), ["NA", "007", "1.0", "None", "x"] * 8
+    rows = [
+        f"{file.relative_to(images)},{label}" for file, label in zip(files, labels, strict=True)
+    ]
+    (images / "metadata.csv").write_text("\n".join(["file_name,kind", *rows]))
+    assert read_images(DataConfig(source=str(images), label_column="kind")).labels == labels
+    (images / "metadata.csv").write_text("file_name,kind\ndark/0.png,\n")
+    with pytest.raises(DataError, match="--label-column kind: a row has no label"):
+        assert read_images(DataConfig(source=str(images), label_column="kind")).labels
+
+
 def test_a_data_set_in_memory_is_measured(model: Path) -> None:
     rows = {"image": [picture(n) for n in range(12)], "label": [CLASSES[n % 2] for n in range(12)]}
     table = Dataset.from_dict(rows, Features({"image": Image(), "label": Value("string")}))

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 import headprune
 from headprune.compression.heldout import MEASURES
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.data.batches import label_reader
+from headprune.data.batches import label_reader, tag_reader
 from headprune.data.read import read_examples
 from headprune.data.text import Sequences
-from headprune.errors import DataError, HeadpruneError
+from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.losses import example_losses, mean_loss
 from headprune.model.batch import task_of
@@ -239,6 +239,70 @@ def test_several_labels_are_evaluated_each(tmp_path: Path) -> None:
     hits = (said & true).sum().item()
     assert found["micro_f1"] == pytest.approx(2 * hits / (said.sum() + true.sum()).item())
     assert 0 < found["micro_f1"] < 1
+
+
+STARS = [str(n + 1) for n in range(5)]
+FRUIT = ["apple", "NA", "2", "0", "fig"]
+
+
+@pytest.mark.parametrize("kind", ["classes", "tags", "several"])
+@pytest.mark.parametrize(
+    ("names", "column", "numbers"),
+    [
+        (STARS, ["1", "5", "3"], [0, 4, 2]),  # names: 5 is no number
+        (STARS, ["0", "4", "2"], [0, 4, 2]),  # numbers: 0 is no name
+        (FRUIT, ["apple", "2", "0"], [0, 2, 3]),
+        (FRUIT, ["1", "2", "0"], [1, 2, 0]),
+        (["0", "1", "2"], ["0", "2"], [0, 2]),
+        (["NEGATIVE", "POSITIVE", "-1"], ["POSITIVE", "-1"], [1, 2]),
+        (FRUIT, ["apple", "1"], None),  # neither
+        (STARS, ["0", "5"], None),
+        (STARS, ["1", "1.0"], None),
+        (["a", "b"], ["0", "01"], None),
+        (["a", "b"], ["a", "a "], None),
+    ],
+)
+def test_labels_are_names_or_numbers_by_the_whole_column(
+    kind: str, names: list[str], column: list[str], numbers: list[int] | None
+) -> None:
+    net = classifier(num_labels=len(names), problem_type=MULTI if kind == "several" else None)
+    net.config.id2label = dict(enumerate(names))
+    net.config.label2id = {name: number for number, name in enumerate(names)}
+    make = tag_reader if kind == "tags" else label_reader
+    several = [json.dumps([label]) for label in column]
+    rows = column if kind == "classes" else several
+    if numbers is None and (kind == "classes" or "a " not in column):
+        with pytest.raises(DataError, match="none of the model's labels .* in row [01] "):
+            make(net, rows)
+    elif numbers is not None:
+        read = make(net, rows)
+        found = [read(row) for row in rows]
+        one_hot = np.eye(len(names))[numbers].tolist()
+        assert (
+            found == {"classes": numbers, "tags": [[n] for n in numbers], "several": one_hot}[kind]
+        )
+        assert [read(row) for row in rows[::-1]] == found[::-1] != found
+
+
+def test_labels_that_may_be_names_or_numbers_are_names_with_a_word() -> None:
+    net = classifier(id2label=dict(enumerate(STARS)), label2id={s: n for n, s in enumerate(STARS)})
+    with pytest.warns(
+        HeadpruneWarning, match="The labels 1, 2 are names .*, and numbers of others"
+    ):
+        assert label_reader(net, ["1", "2"])("2") == 1
+
+
+def test_a_part_of_a_column_is_read_as_the_whole(tmp_path: Path) -> None:
+    """The windows that are measured have no 0, and so might be names."""
+    settings: dict[str, Any] = {"id2label": dict(enumerate(STARS))}
+    settings["label2id"] = {name: number for number, name in enumerate(STARS)}
+    folder = tiny.save(classifier(**settings), tmp_path / "model")
+    config = EvaluateConfig(speed=False, resamples=20, seq_len=16, max_windows=4)
+    data = table(tmp_path / "data.csv", ["1", "0"] * 4)
+    found = evaluate(folder, data, config).model.metrics
+    with pytest.warns(HeadpruneWarning, match="read as names"):
+        named = evaluate(folder, table(tmp_path / "b.csv", ["2", "1"] * 4), config).model.metrics
+    assert [(m.name, m.value) for m in found] == [(m.name, m.value) for m in named]
 
 
 def test_several_labels_are_written_in_several_ways(tmp_path: Path) -> None:

@@ -125,14 +125,14 @@ def batches(
     if task in ("causal-lm", "masked-lm") or (packed and task != "seq2seq-lm"):
         closed = task != "causal-lm"
 
-        def packed_to(length: int) -> tuple[Dataset, NDArray[np.int64]]:
+        def windows_of(length: int) -> tuple[Dataset, NDArray[np.int64]]:
             most = _most_rows(config, length)
             return all_windows(examples, tokenizer, length, need, closed, vocabulary, most)
 
-        rows, documents = packed_to(seq_len)
+        rows, documents = windows_of(seq_len)
         if config.seq_len is None and len(rows) < _FEW:
             seq_len = max(8, seq_len * len(rows) // _FEW)
-            rows, documents = packed_to(seq_len)
+            rows, documents = windows_of(seq_len)
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)
         prefix = len(around(tokenizer).before)
@@ -179,8 +179,8 @@ def batches(
     def collate_cut(features: list[dict[str, Any]]) -> Batch:
         return collator(features if longest is None else [cut(row, longest) for row in features])
 
-    one = np.zeros(len(rows), np.int64) if running_text else None  # sentences of one document
-    return Batches(rows, collate_cut, of_step, one)
+    sentences = np.zeros(len(rows), np.int64) if running_text else None
+    return Batches(rows, collate_cut, of_step, sentences)
 
 
 def _most_rows(

@@ -1,4 +1,4 @@
-"""Files of data: those that count, their text in pieces, and rows kept on disk."""
+"""Files of data, their text in pieces, and rows kept on disk."""
 
 from __future__ import annotations
 

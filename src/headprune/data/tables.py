@@ -1,8 +1,7 @@
 """The cells of tables in text files, as they are written.
 
-A cell of CSV or TSV is text: nothing is taken for a number, a date or a missing value, except that
-an empty cell is missing. Cells of CSV may stand in quotes (RFC 4180). In TSV a quote is a
-character, so a row is a line.
+A cell of CSV or TSV is text, never a number or a date; only an empty one is missing. Cells of CSV
+may stand in quotes (RFC 4180). In TSV a quote is a character, so a row is a line.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _WRONG = {
 
 
 def of_tables(files: Sequence[Path]) -> Dataset:
-    """Return the rows of CSV and TSV files with the same columns; those without a name are lost.
+    """Return the rows of CSV and TSV files with the same columns. Columns without a name are lost.
 
     Raises:
         DataError: If one cannot be read, a row has more or fewer cells than the first, or there is
@@ -127,7 +126,7 @@ def json_lines(file: Path, target: Path) -> Path:
         return file
     try:
         rows = json.loads("".join(text_pieces(file)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return file  # datasets says where it is damaged
     texts = (row if isinstance(row, dict) else {"text": row} for row in rows)
     target.write_text("".join(f"{json.dumps(row)}\n" for row in texts), encoding="utf-8")

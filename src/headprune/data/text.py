@@ -62,13 +62,13 @@ def split(total: int, fit: int, held_out: int | None = None) -> Split:
 def split_windows(documents: NDArray[np.int64], count: int) -> Split:
     """Split windows of running text: ``count`` to choose by, as many to report of, the rest to fit.
 
-    Windows are held out in runs, and none that adjoins a run is in another part. From eight runs
-    on, a run has whole documents, so that parts share none. Otherwise runs are as long as it takes
-    to lose no more than about an eighth of the windows between them.
+    Runs of windows are held out, and the windows that adjoin a run are lost. Where there are eight
+    runs of whole documents, parts share no document. Otherwise runs are short, but long enough to
+    lose no more than about an eighth of the windows.
 
     Args:
         documents: The document that each window begins in.
-        count: Windows of a part that is held out.
+        count: Windows to choose by.
     """
     total = len(documents)
     size = 1 + min(count, -(-4 * HELD_OUT * count // total))  # the last window is lost

@@ -275,8 +275,8 @@ def _domain(
         return LoadedDomain(name, data, some, pixels)
     if isinstance(examples, Recordings):
         heard = examples.spread(config.max_windows)
-        given = examples.labels
-        read_label = label_reader(nets[0], given) if given is not None else None
+        labels = examples.labels
+        read_label = None if labels is None else label_reader(nets[0], labels)
         sound = recording_rows(heard, nets[0], tokenizer, read_label)
         said = tuple(heard.transcripts) if config.metrics else ()
         return LoadedDomain(name, data, heard, sound, references=said)
