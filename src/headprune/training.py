@@ -150,7 +150,7 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
             return
         try:
             self.train(resume_from_checkpoint=str(checkpoint))
-        except Exception as error:  # some of what was read shows its damage in the next step
+        except Exception as error:  # some damage shows in the next step only
             if self.state.global_step != state.global_step or processes.lost(error):
                 raise
             with _readable(checkpoint):
@@ -286,15 +286,13 @@ def _as_part_of(weight: Tensor, moment: Tensor) -> Tensor:
 
 def _readable(file: Path) -> AbstractContextManager[None]:
     """Turn whatever a library raises as it reads a checkpoint, or a file of it, into a refusal."""
-    checkpoint = file if file.name.startswith("checkpoint-") else file.parent
-
-    def refusal(why: str) -> str:
-        return (
-            f"'{file}' is damaged, or of another training: {why.rstrip('.')}. Remove "
-            f"'{checkpoint}' to resume from the one before, or start anew with --overwrite."
-        )
-
-    return damage_is(refusal, own=True)
+    return damage_is(
+        lambda why: (
+            f"'{file}' is damaged, or of another training: {why.rstrip('.')}. "
+            "Remove that checkpoint to resume from the one before, or start anew with --overwrite."
+        ),
+        own=True,
+    )
 
 
 def first_infinite(tensors: Mapping[str, Tensor]) -> str | None:
