@@ -405,7 +405,28 @@ GATES: dict[str, tuple[Callable[[Path], object], str]] = {
         tensors_of("gates.safetensors", lambda t: t["log_alpha"].fill_(float("nan"))),
         "not as they were written",
     ),
+    **{
+        f"{name} is called {other}": (
+            tensors_of("gates.safetensors", lambda t, n=name, o=other: t.update({o: t.pop(n)})),
+            "not as they were written",
+        )
+        for name in ("log_alpha", "value", "kept")
+        for other in ("metadata", "weights", "log_alpha_", "")
+    },
+    "one more tensor": (
+        tensors_of("gates.safetensors", lambda t: t.update(more=t["kept"].clone())),
+        "not as they were written",
+    ),
+    "another shape": (
+        tensors_of("gates.safetensors", lambda t: t.update(value=t["value"][:1])),
+        "not as they were written",
+    ),
+    "a renamed weight": (
+        tensors_of("weights.safetensors", lambda t: t.update(other=t.pop("lm_head.weight"))),
+        "not as they were written",
+    ),
     "bytes": (lambda f: (f / "gates.safetensors").write_bytes(b"x" * 9), "cannot be read"),
+    "no bytes": (lambda f: (f / "gates.safetensors").write_bytes(b""), "cannot be read"),
     "weights gone": (lambda f: (f / "weights.safetensors").unlink(), "cannot be read"),
     "a weight gone": (
         tensors_of("weights.safetensors", lambda t: t.pop("lm_head.weight")),
@@ -447,6 +468,14 @@ SCORES: dict[str, tuple[Callable[[Path], None], str]] = {
     "tensors": (lambda f: (f / "scores.safetensors").unlink(), "cannot be read"),
     "other tensors": (
         tensors_of("scores.safetensors", lambda t: t["magnitude"].fill_(float("nan"))),
+        "not as they were written",
+    ),
+    "a renamed tensor": (
+        tensors_of("scores.safetensors", lambda t: t.update(other=t.pop("magnitude"))),
+        "not as they were written",
+    ),
+    "another shape": (
+        tensors_of("scores.safetensors", lambda t: t.update(magnitude=t["magnitude"][:1])),
         "not as they were written",
     ),
     "surrogate": (scores_json(lambda m: m.update(model="\ud800")), "has an invalid character"),

@@ -122,6 +122,16 @@ def test_the_engine_cuts_text_as_the_tokenizer_does(
             headprune.export(folder, tmp_path / "wrong", to="gguf")
 
 
+def test_an_engine_that_hangs_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama_cpp = pytest.importorskip("headprune.formats.llama_cpp")
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(llama_cpp.llama_cpp_process, "__file__", str(tmp_path / "hangs.py"))
+    monkeypatch.setattr(llama_cpp, "_PATIENCE_S", 0.2)
+    source = open_source(tiny.save(tiny.model("llama-gqa"), tmp_path / "llama"))
+    with pytest.raises(ProofError, match=r"not done with 64 tokens after 0 s.*--prove read-back"):
+        llama_cpp.prove(source, tmp_path / "model.gguf", gguf.GGMLQuantizationType.F32, False)
+
+
 @engine
 @pytest.mark.process
 def test_a_file_that_the_engine_does_not_load_is_no_proof(tmp_path: Path) -> None:

@@ -287,3 +287,12 @@ def test_layers_without_heads_are_said_once(
     notes = inspect(tmp_path / "hybrid").notes
     assert "6 of 8 layers have no heads: they stay." in notes
     assert not any("have no heads" in note for note in inspect(tmp_path / "llama").notes)
+
+
+@pytest.mark.parametrize("case", tiny.present("llava", "gemma3", "qwen2_vl"))
+def test_the_twin_of_a_text_model_leaves_the_config_as_it_is(case: str) -> None:
+    net = tiny.model(case)
+    before = net.config.to_dict()
+    text = twins._text_model(net)
+    assert text is not None and text.config.architectures == [type(text).__name__]
+    assert net.config.to_dict() == before and net.config.get_text_config().architectures is None

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from headprune.errors import PlanError
 from headprune.formats.regularise import regularise
 from headprune.formats.source import ExportSource, open_source
+from headprune.io.shards import StoredTensor, rows_of
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.zero_heads import padded, spread
 from tests import tiny
@@ -103,3 +104,21 @@ def test_slots() -> None:
     x = torch.arange(6.0).view(1, 6)
     assert spread(x, (1, None, 0), 2, 1).tolist() == [[2, 3, 0, 0, 0, 1]]
     assert spread(torch.zeros(0, 4), (None,), 2, 0).tolist() == [[0.0] * 4] * 2
+
+
+@pytest.mark.parametrize("shape", ["ragged", "empty", "uneven"])
+def test_the_size_of_a_tensor_is_known_without_reading_it(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shaped(tmp_path, "llama-gqa", shape)
+    weights = regularise(open_source(tmp_path))[0].weights
+    sizes = {name: tensor.nbytes for name, tensor in weights.items()}
+    read: list[int] = []
+
+    def rows(source: StoredTensor) -> Tensor:
+        read.append(source.bytes)
+        return rows_of(source)
+
+    monkeypatch.setattr("headprune.formats.weights.rows_of", rows)
+    assert {name: weights.bytes(name) for name in weights} == sizes
+    assert not any(read)

@@ -260,20 +260,51 @@ def change(checkpoint: Path, **changes: torch.Tensor | None) -> None:
     save_file(kept, checkpoint / WEIGHTS)
 
 
+def change_saved(file: Path, alter: Callable[[Any], object]) -> None:
+    """Alters what torch.save wrote."""
+    content = torch.load(file, weights_only=False)
+    torch.save(alter(content) or content, file)
+
+
+def squeeze(moments: dict[str, Any]) -> None:
+    for moment in moments["state"].values():
+        moment.update({n: t.new_ones(3, 7) for n, t in moment.items() if getattr(t, "ndim", 0)})
+
+
+def renamed(content: dict[str, Any]) -> dict[str, Any]:
+    return {f"{name}_": value for name, value in content.items()}
+
+
+SAVED = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 SCALE = "gates.scale"
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "a tensor is missing": lambda path: change(path, **{SCALE: None}),
     "a foreign tensor": lambda path: change(path, other=torch.ones(2)),
     "another shape": lambda path: change(path, **{SCALE: torch.ones(5)}),
+    "a shape that spreads": lambda path: change(path, **{SCALE: torch.ones(1)}),
     "half of the weights": lambda path: halve(path / WEIGHTS),
     "no weights": lambda path: (path / WEIGHTS).unlink(),
-    "half of the moments": lambda path: halve(path / "optimizer.pt"),
     "moments of another model": lambda path: torch.save(
         {"state": {}, "param_groups": []}, path / "optimizer.pt"
     ),
     "moments with code": lambda path: torch.save(Bomb(path / "ran"), path / "optimizer.pt"),
-    "half of the random numbers": lambda path: halve(path / "rng_state.pth"),
+    "moments of another shape": lambda path: change_saved(path / "optimizer.pt", squeeze),
+    "a step that is no number": lambda path: change_saved(
+        path / "scheduler.pt", lambda content: {**content, "last_epoch": "six"}
+    ),
+    **{f"no {name}": lambda path, name=name: (path / name).unlink() for name in SAVED},
+    **{f"empty {n}": lambda path, n=n: (path / n).write_bytes(b"") for n in (*SAVED, WEIGHTS)},
+    **{f"half of {name}": lambda path, name=name: halve(path / name) for name in SAVED},
+    **{
+        f"text in {n}": lambda path, n=n: (path / n).write_text("x" * 99) for n in (*SAVED, WEIGHTS)
+    },
+    **{f"{n} with other names": lambda path, n=n: change_saved(path / n, renamed) for n in SAVED},
+    **{f"a list in {n}": lambda path, n=n: torch.save([1, 2], path / n) for n in SAVED},
 }
+
+
+# what nothing reads before the next step
+STEPPING = ("moments of another shape", "a step that is no number")
 
 
 @pytest.mark.parametrize("what", DAMAGES)
@@ -282,10 +313,71 @@ def test_a_damaged_checkpoint_is_refused(
 ) -> None:
     checkpoint = stopped / "checkpoints" / "checkpoint-6"
     DAMAGES[what](checkpoint)
-    with pytest.raises(CheckpointError, match=r"checkpoint-6' is damaged.*--overwrite") as told:
+    file = rf"/({'|'.join(SAVED)}|{WEIGHTS})" if what not in STEPPING else ""
+    with pytest.raises(
+        CheckpointError,
+        match=rf"checkpoint-6{file}' is damaged.*Remove that checkpoint .*--overwrite",
+    ) as told:
         go_on(home, tmp_path)
     assert told.value.exit_code == 2 and "\n" not in str(told.value)
     assert not (checkpoint / "ran").exists() and not (tmp_path / "g").exists()
+
+
+WRONG: dict[str, Any] = {
+    **dict.fromkeys(("epoch", "global_step", "max_steps", "total_flos", "best_metric"), "six"),
+    **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "num_train_epochs"), "all"),
+    **dict.fromkeys(("train_batch_size", "num_input_tokens_seen", "best_global_step"), 0.5),
+    **dict.fromkeys(("is_local_process_zero", "is_world_process_zero"), "yes"),
+    **{
+        "is_hyper_param_search": 2,
+        "trial_name": 3,
+        "trial_params": [4],
+        "best_model_checkpoint": 5,
+    },
+    **{"log_history": "none", "stateful_callbacks": {}},
+}
+
+
+def _state_with(checkpoint: Path, alter: Callable[[dict[str, Any]], object]) -> None:
+    state = json.loads((checkpoint / STATE).read_text())
+    (checkpoint / STATE).write_text(json.dumps(alter(state) or state))
+
+
+STATES: dict[str, Callable[[dict[str, Any]], object]] = {
+    **{f"{n} of a wrong type": lambda state, n=n: state.update({n: WRONG[n]}) for n in WRONG},
+    **{f"no {n}": lambda state, n=n: {k: v for k, v in state.items() if k != n} for n in WRONG},
+    "other names": renamed,
+    "a list": lambda state: [1],
+    "a number": lambda state: 1,
+    "a text": lambda state: "text",
+    "nothing more": lambda state: {"global_step": 6},
+    "a later step": lambda state: state.update(global_step=9),
+    "an earlier step": lambda state: state.update(global_step=3),
+    "more steps": lambda state: state.update(max_steps=10**9),
+    "no history": lambda state: state.update(log_history=[]),
+    "half a history": lambda state: state.update(log_history=state["log_history"][:3]),
+    "a history of texts": lambda state: state.update(log_history=["a"] * 6),
+    "a loss that is none": lambda state: state["log_history"][2].update(loss="low"),
+    "a record without its step": lambda state: state["log_history"][2].pop("step"),
+    "no control": lambda state: state.update(stateful_callbacks={"Other": {}}),
+    "a control of a wrong type": lambda state: state.update(
+        stateful_callbacks={"TrainerControl": 1}
+    ),
+}
+
+
+def test_every_entry_of_a_state_is_tried(stopped: Path) -> None:
+    checkpoint = stopped / "checkpoints" / "checkpoint-6"
+    assert WRONG.keys() == json.loads((checkpoint / STATE).read_text()).keys()
+
+
+@pytest.mark.parametrize("what", slow_unless(lambda what: what[:3] != "no ", STATES))
+def test_a_damaged_state_is_refused(what: str, home: Path, tmp_path: Path, stopped: Path) -> None:
+    _state_with(stopped / "checkpoints" / "checkpoint-6", STATES[what])
+    said = rf"checkpoint-6/{STATE}' is damaged.*Remove that checkpoint .*--overwrite"
+    with pytest.raises(CheckpointError, match=said) as told:
+        go_on(home, tmp_path)
+    assert told.value.exit_code == 2 and "\n" not in str(told.value)
 
 
 def test_half_a_checkpoint_is_not_resumed_from(

@@ -110,11 +110,14 @@ class Run:
 
     def newest(self) -> Path | None:
         """Remove partial checkpoints of a killed run, and return the newest whole one."""
+        steps: dict[int, Path] = {}
         for path in self.checkpoints.glob("checkpoint-*"):
-            if not _is_whole(path):
+            step = path.name.removeprefix("checkpoint-")
+            if step.isdecimal() and _is_whole(path):
+                steps[int(step)] = path
+            elif step.isdecimal():
                 shutil.rmtree(path, ignore_errors=True)
-        left = self.checkpoints.glob("checkpoint-*")
-        return max(left, key=lambda path: int(path.name.split("-")[1]), default=None)
+        return steps[max(steps)] if steps else None
 
     def remove(self) -> None:
         """Remove the run, its settings first: the rest of a killed removal is no run."""
@@ -186,7 +189,7 @@ def _may_resume(error: Exception) -> bool:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         json.loads((checkpoint / STATE).read_bytes())
         return True
     return False

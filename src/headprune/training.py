@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from accelerate.utils import patch_environment
-from safetensors import SafetensorError, safe_open
+from pydantic import BaseModel, ConfigDict, create_model
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -37,18 +37,37 @@ from transformers.trainer_callback import PrinterCallback
 
 from headprune import devices, processes
 from headprune.config.stages import Reporter
-from headprune.errors import CheckpointError, HeadpruneError, Interrupted, TrainingError
+from headprune.errors import HeadpruneError, Interrupted, TrainingError
 from headprune.io.streaming import bytes_of, header
 from headprune.io.writing import write_whole
 from headprune.model.losses import LossModule
 from headprune.model.placement import is_sharded
+from headprune.model.reading import damage_is
 from headprune.packages import refuse_missing
 from headprune.resuming import HISTORY, STATE, Run, unwritable
 from headprune.tensors.shards import own_part, split_as, whole
 
 WEIGHTS, OPTIMIZER, SCHEDULER = "model.safetensors", "optimizer-{}.pt", "scheduler.pt"
+_WHOLE_OPTIMIZER, _RANDOM = "optimizer.pt", "rng_state{}.pth"
 _EVERY = 10  # steps per transfer of numbers from a GPU
-_DAMAGE = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, LookupError, ValueError)
+
+
+class _Callbacks(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    TrainerControl: dict[str, Any]
+
+
+# trainer_state.json; Trainer takes any content, and fails on it later
+_State = create_model(
+    "_State",
+    __config__=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False),
+    **{name: (kind, ...) for name, kind in get_type_hints(TrainerState).items()}  # type: ignore[call-overload]
+    | {
+        "log_history": (list[dict[str, int | float | bool | None]], ...),
+        "stateful_callbacks": (_Callbacks, ...),
+    },
+)
 
 
 def training_arguments(
@@ -115,13 +134,27 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
 
     def resume(self, checkpoint: Path) -> None:
         """Train the steps after a checkpoint."""
-        state = TrainerState.load_from_json(str(checkpoint / STATE))
-        self.last_loss = [record["loss"] for record in state.log_history][-1]
-        if state.global_step < self.args.max_steps:
-            self.train(resume_from_checkpoint=str(checkpoint))
-        else:  # Trainer would make one step more
+        with _readable(checkpoint / STATE):
+            _State.model_validate_json((checkpoint / STATE).read_bytes())
+            state = TrainerState.load_from_json(str(checkpoint / STATE))
+            records = [record for record in state.log_history if "loss" in record]
+            steps = [record["step"] for record in records]
+            if steps != [*range(1, 1 + int(checkpoint.name.rpartition("-")[2]))]:
+                raise ValueError("its history is not that of its steps")
+            if state.global_step != steps[-1] or state.max_steps != self.args.max_steps:
+                raise ValueError("its steps are others")
+            self.last_loss = float(records[-1]["loss"])
+        if state.global_step == self.args.max_steps:  # Trainer would make one step more
             self._load_from_checkpoint(str(checkpoint))
             self.state = state
+            return
+        try:
+            self.train(resume_from_checkpoint=str(checkpoint))
+        except Exception as error:  # some damage shows in the next step only
+            if self.state.global_step != state.global_step or processes.lost(error):
+                raise
+            with _readable(checkpoint):
+                raise
 
     def take_best(self) -> int:
         """Load the checkpoint with the best held-out loss; return its step, 0 if none is better."""
@@ -207,36 +240,38 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         file, trained = Path(resume_from_checkpoint, WEIGHTS), self.model.trained_state()
-        with _readable(file.parent), safe_open(file, framework="pt") as stored, torch.no_grad():
+        with _readable(file), safe_open(file, framework="pt") as stored, torch.no_grad():
             if unknown := trained.keys() ^ set(stored.keys()):
                 raise ValueError(f"'{min(unknown)}' is on one side only")
             for name, tensor in trained.items():
-                tensor.copy_(split_as(stored.get_tensor(name), tensor))
+                if (kept := stored.get_tensor(name)).shape != tensor.shape:  # a smaller one spreads
+                    raise ValueError(f"'{name}' has the shape {list(kept.shape)}")
+                tensor.copy_(split_as(kept, tensor))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        with _readable(Path(checkpoint)):
-            if not is_sharded(self.model.model):
-                super()._load_optimizer_and_scheduler(checkpoint)
-                return
-            assert self.optimizer is not None
-            assert self.lr_scheduler is not None
-            name = OPTIMIZER.format(processes.rank())
-            state, schedule = (
-                torch.load(Path(checkpoint, file), map_location="cpu", weights_only=True)
-                for file in (name, SCHEDULER)
-            )
-            weights = [p for group in self.optimizer.param_groups for p in group["params"]]
-            for index, moments in state["state"].items():
-                for moment, tensor in moments.items():
-                    moments[moment] = _as_part_of(weights[index], tensor)
-            self.optimizer.load_state_dict(state)
-            self.lr_scheduler.load_state_dict(schedule)
+        assert self.optimizer is not None
+        sharded = is_sharded(self.model.model)
+        moments_of = OPTIMIZER.format(processes.rank()) if sharded else _WHOLE_OPTIMIZER
+        for name, reader in ((moments_of, self.optimizer), (SCHEDULER, self.lr_scheduler)):
+            assert reader is not None
+            with _readable(Path(checkpoint, name)):
+                state = torch.load(Path(checkpoint, name), map_location="cpu", weights_only=True)
+                if sharded and name == moments_of:
+                    groups = self.optimizer.param_groups
+                    weights = [weight for group in groups for weight in group["params"]]
+                    for index, moments in state["state"].items():
+                        for moment, tensor in moments.items():
+                            moments[moment] = _as_part_of(weights[index], tensor)
+                reader.load_state_dict(state)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            with _readable(Path(checkpoint)):
+            number = f"_{processes.rank()}" if processes.count() > 1 else ""
+            file = Path(checkpoint, _RANDOM.format(number))
+            with _readable(file):
+                file.stat()  # Trainer does without
                 super()._load_rng_state(checkpoint)
 
 
@@ -249,16 +284,15 @@ def _as_part_of(weight: Tensor, moment: Tensor) -> Tensor:
     return DTensor.from_local(part, *place, shape=weight.shape, stride=weight.stride())
 
 
-@contextmanager
-def _readable(checkpoint: Path) -> Iterator[None]:
-    """Raise a CheckpointError for errors of reading a checkpoint."""
-    try:
-        yield
-    except _DAMAGE as error:
-        raise CheckpointError(
-            f"'{checkpoint}' is damaged, or of another training: {str(error).splitlines()[0]}. "
-            "Remove it to resume from the one before, or start anew with --overwrite."
-        ) from error
+def _readable(file: Path) -> AbstractContextManager[None]:
+    """Turn whatever a library raises as it reads a checkpoint, or a file of it, into a refusal."""
+    return damage_is(
+        lambda why: (
+            f"'{file}' is damaged, or of another training: {why.rstrip('.')}. "
+            "Remove that checkpoint to resume from the one before, or start anew with --overwrite."
+        ),
+        own=True,
+    )
 
 
 def first_infinite(tensors: Mapping[str, Tensor]) -> str | None:

@@ -29,6 +29,7 @@ TOLERANCE = 2e-3  # of log-probabilities, in float32
 # times that rounding states moves torch; kernels round at other ties: 0.7 to 1.0 times on
 # SmolLM2-135M, whole and cut, in q8_0, bfloat16 and float16
 _ROUNDED = 3.0
+_PATIENCE_S = 3_600.0  # a few tokens of a model that fits into memory take minutes
 # rules of cutting text differ in contractions, numbers, runs of spaces and lines, accents
 _TEXT = "It's 12345 b c  bc,\n\n DON'T é b.\tbcb   7.5%  naïve über 日本 ...'ll"
 
@@ -98,14 +99,21 @@ def _generated(
         **{"file": str(file), "threads": torch.get_num_threads()},
         **{"texts": texts, "prompts": prompts, "steps": steps},
     }
-    done = subprocess.run(
-        [sys.executable, "-P", llama_cpp_process.__file__],
-        input=json.dumps(question),
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", llama_cpp_process.__file__],
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_PATIENCE_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ProofError(
+            f"llama.cpp was not done with {steps} tokens after {_PATIENCE_S:,.0f} s. Nothing was "
+            "left there; --prove read-back does without the engine."
+        ) from None
     if done.returncode:
         lines = re.findall(r".*(?:ASSERT|[Ee]rror).*", done.stderr)
         why = lines[0].strip() if lines else f"it ended with {done.returncode}"

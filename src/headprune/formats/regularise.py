@@ -133,6 +133,12 @@ class _Moved(Weights):
         else:
             yield from self._weights.pieces(name)
 
+    def bytes(self, name: str) -> int:
+        """Return the bytes of a tensor, without reading it."""
+        slots = self._moves[name][0] if name in self._moves else (0,)
+        present = len({*slots} - {None})
+        return self._weights.bytes(name) * len(slots) // present if present else self[name].nbytes
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 

@@ -91,7 +91,7 @@ def read_record(folder: Path) -> Recorded | None:
 
 
 @contextmanager
-def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
+def damage_is(refusal: Callable[[str], str], own: bool = False) -> Iterator[None]:
     """Turn whatever a library raises while it reads into a refusal; headprune's own bugs pass.
 
     transformers raises KeyError, AttributeError, ImportError, errors of strict dataclasses and
@@ -99,6 +99,7 @@ def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
 
     Args:
         refusal: Makes the sentence from the library's message.
+        own: Also for errors within headprune: compiled code that it calls leaves no other trace.
 
     Raises:
         CheckpointError: With that sentence.
@@ -111,7 +112,7 @@ def damage_is(refusal: Callable[[str], str]) -> Iterator[None]:
         if devices.gave_out(error):
             raise
         panic = type(error).__name__ == "PanicException"
-        if not (isinstance(error, Exception) or panic) or _is_a_bug(error):
+        if not (isinstance(error, Exception) or panic) or (_is_a_bug(error) and not own):
             raise
         raise CheckpointError(refusal(_message(error))) from error
 

@@ -67,7 +67,7 @@ def stored_tensors(model: str | Path, **where: Any) -> dict[str, StoredTensor]:
 
 
 def _refuse_wrapped(model: str | Path, names: Collection[str]) -> None:
-    """Refuse tensors that were saved with the wrapper of a module in their names."""
+    """Refuse tensors saved with a wrapper of their module: it shows in their names."""
     known = set(_WRAPPERS)
     outer = [name.removeprefix("_orig_mod.").startswith("module.") for name in names]
     if 2 * sum(outer) < len(outer):

@@ -159,8 +159,10 @@ def _text_model(net: PreTrainedModel) -> PreTrainedModel | None:
     for name, module in net.named_modules():
         if getattr(module, "config", None) is text and isinstance(module, PreTrainedModel):
             inner = module if all(path.startswith(f"{name}.") for path in paths) else inner
-    if inner is not None:
-        text.architectures = [type(inner).__name__]
+    if inner is not None:  # the config of the model is written later: it stays as it is
+        inner = copy.copy(inner)
+        inner.config = copy.copy(text)
+        inner.config.architectures = [type(inner).__name__]
     return inner
 
 

@@ -161,8 +161,11 @@ def read_gates(folder: Path, model: ModelIdentity) -> TrainedGates:
             "model they were trained on, or train gates for this one."
         )
     weights = read_tensors(folder / WEIGHTS) if metadata.trained_weights else None
-    gates = TrainedGates(metadata=metadata, weights=weights, **read_tensors(folder / TENSORS))
-    if gates.id != metadata.id:
+    tensors = read_tensors(folder / TENSORS)
+    gates = None
+    if tensors.keys() == {"log_alpha", "value", "kept"}:
+        gates = TrainedGates(metadata=metadata, weights=weights, **tensors)
+    if gates is None or gates.id != metadata.id:
         raise CheckpointError(
             f"The gates in '{folder}' are damaged: they are not as they were written. Get the "
             "folder again, or train anew."
