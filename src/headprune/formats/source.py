@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from headprune.errors import CheckpointError
 from headprune.formats.weights import StoredWeights, Weights
 from headprune.model.attention import attention_of
 from headprune.model.loading import (
@@ -89,7 +90,7 @@ def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
     config = load_config(folder, trust_remote_code=trust_remote_code)
     refuse_quantised(folder, config)
     how: dict[str, Any] = {"dropping": True, "trust_remote_code": trust_remote_code}
-    with suppress(Unmapped):
+    with suppress(Unmapped, CheckpointError):  # the format says better what is missing
         tensors = stored_tensors(folder)
         as_stored, _ = assemble(folder, copy.deepcopy(config), tensors, weights=None, **how)
         believe_tensors(as_stored, config)

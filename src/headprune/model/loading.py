@@ -166,14 +166,11 @@ def believe_tensors(net: PreTrainedModel, config: PreTrainedConfig) -> None:
 
     Other readers, and models built from the config, would leave out the output embedding.
     """
-    inputs, outputs = net.get_input_embeddings(), net.get_output_embeddings()
-    weights = [getattr(embedding, "weight", None) for embedding in (inputs, outputs)]
     # several parts hang on the flag in T5 or BERT: the others stay tied
-    if None in weights or weights[0] is weights[1] or net.all_tied_weights_keys:
-        return
-    for part in (config, config.get_text_config(decoder=True)):
-        if getattr(part, "tie_word_embeddings", False):
-            part.tie_word_embeddings = False
+    if net._tied_weights_keys and not net.all_tied_weights_keys:
+        for part in (config, config.get_text_config(decoder=True)):
+            if getattr(part, "tie_word_embeddings", False):
+                part.tie_word_embeddings = False
 
 
 def _loaded(
