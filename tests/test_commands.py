@@ -19,7 +19,7 @@ import headprune
 from headprune import command_line
 from headprune.commands.command import all_commands, named
 from headprune.config import stages
-from headprune.config.base import flag
+from headprune.config.base import Settings, flag
 from headprune.context import Context
 from headprune.errors import HeadpruneError
 from tests import tiny
@@ -90,6 +90,71 @@ def test_a_command_has_the_defaults_of_its_settings(name: str) -> None:
         default, info = COMMANDS[name].parameters()[setting].default, fields[setting]
         if not info.is_required() and default != ():
             assert default == getattr(info.default, "value", info.default), setting
+
+
+def kinds(of: type[Settings] = Settings) -> list[type[Settings]]:
+    ours = [each for each in of.__subclasses__() if each.__module__.startswith("headprune.")]
+    return [each for kind in ours for each in (kind, *kinds(kind))]
+
+
+# commands that are not in the table above; a split is written behind the place of data: DATA@SPLIT
+OTHERS: dict[str, tuple[str, ...]] = {
+    "PlanConfig": ("prune",),
+    "BudgetConfig": ("prune",),
+    "Writing": ("prune",),
+    "CalibrationConfig": ("prune",),
+    "ExportConfig": ("export", "pad"),
+    "Resuming": ("heal", "train-gates"),
+    "NeedleConfig": ("evaluate", "check"),
+    "DataConfig": ("heal", "train-gates"),
+    "Domain": ("heal", "train-gates"),
+}
+WITHIN_DATA = {"DataConfig": {"source", "split"}, "Domain": {"name", "source", "split"}}
+
+
+@pytest.mark.parametrize("kind", [each for each in kinds() if each.__name__[0] != "_"])
+def test_every_setting_is_reachable_from_its_command(kind: type[Settings]) -> None:
+    named = [name for name, each in SETTINGS.items() if each is kind]
+    commands = [COMMANDS[name] for name in OTHERS.get(kind.__name__, named)]
+    assert commands, f"no command is known for {kind.__name__}"
+    reached = {name for command in commands for name in command.parameters()}
+    fields = kind.model_fields.keys() - WITHIN_DATA.get(kind.__name__, set())
+    assert fields <= reached
+    assert not {*fields, "another"} <= reached
+
+
+class Built(Exception):
+    """Carries what a command makes settings of."""
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [(name, each) for name in sorted(SETTINGS) for each in SETTINGS[name].model_fields],
+)
+def test_every_setting_reaches_its_field(
+    name: str, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = COMMANDS[name]
+    if setting not in command.parameters():  # of another command as well
+        assert (name, setting) == ("export", "multiple_of")
+        return
+    function = inspect.unwrap(command.run)
+
+    def spy(kind: type[Settings], **values: Any) -> Any:
+        if kind is SETTINGS[name]:
+            raise Built(values)
+        return kind.model_construct(**values)
+
+    monkeypatch.setitem(function.__globals__, "build", spy)
+    value = object()
+    if setting in ("keep", "targets", "calibration_tokens", "held_out_tokens", "heal_steps"):
+        value = {"keep": (0.5,), "targets": ("vllm",)}.get(setting, 77)
+    given = {n: "x" for n, p in command.parameters().items() if p.default is p.empty}
+    given |= {"to": "gguf"} if name == "export" else {}
+    with pytest.raises(Built) as built:
+        function(**{"output": "x", **given, setting: value})
+    (values,) = built.value.args
+    assert values[setting] == (value[0] if setting == "keep" else value)
 
 
 WRONG = """
@@ -223,7 +288,13 @@ NEEDS = [
     for setting, others in sorted((command.needs or {}).items())
 ]
 VALUES = {"keep": 0.5, "criterion": "fisher", "learning_rate": 1e-3}
-VALUES |= {"train": "lora", "bf16": False, "keep_roles": ["induction"], "needle_lengths": [64]}
+VALUES |= {
+    "roles": "r",
+    "train": "lora",
+    "bf16": False,
+    "keep_roles": ["induction"],
+    "needle_lengths": [64],
+}
 VALUES |= {
     "data": "d",
     "decode_batches": [2],

@@ -53,9 +53,11 @@ def first_heads(folder: Path) -> dict[str, list[int]]:
 
 def reloaded(folder: Path) -> PreTrainedModel:
     name = settings(folder)["architectures"][0]
-    return headprune.from_pretrained(folder) if "headprune" in settings(folder) else getattr(
-        transformers, name
-    ).from_pretrained(folder)
+    return (
+        headprune.from_pretrained(folder)
+        if "headprune" in settings(folder)
+        else getattr(transformers, name).from_pretrained(folder)
+    )
 
 
 @pytest.mark.parametrize("flag", [True, False])

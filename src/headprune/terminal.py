@@ -264,11 +264,8 @@ def run(command: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         _last("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
         sys.exit(_STOPPED)
-    except MemoryError:  # of the host; a device's is reported by its command
-        _last(
-            "[bold red]error:[/] out of memory; try a smaller --batch-size or --seq-len, "
-            "or --config gradient_checkpointing=true."
-        )
+    except MemoryError:  # of a command that runs no model; the others say what takes less
+        _last("[bold red]error:[/] out of memory.")
         sys.exit(2)
     except Exception as error:  # a full disk is reported; a bug is raised
         if of_full_disk(error):

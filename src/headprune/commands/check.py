@@ -116,6 +116,8 @@ def check(
     | None = None,
     allow_dirty: bool = False,
     allow_other: bool = False,
+    split: str = "test",
+    drop_unexpected: bool = False,
     seq_len: Length = 512,
     batch_size: Few = 4,
     confidence: Level = 0.99,
@@ -156,7 +158,8 @@ def check(
         max_new_tokens=max_new_tokens,
         dtype=dtype,
         seed=seed,
-        drop_unexpected=context.allowed.drop_unexpected,
+        split=split,
+        drop_unexpected=drop_unexpected or context.allowed.drop_unexpected,
     )
     output, junit = (None if each is None else Path(each) for each in (output, junit))
     remote = context.allowed.trust_remote_code

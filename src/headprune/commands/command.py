@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import (
@@ -45,7 +45,8 @@ R = TypeVar("R")
 Values = Mapping[str, Any]
 # where a result lies, and what does not change it
 _APART = {"output", "overwrite", "resume", "device", "placement", "context"}
-_TAKE_MEMORY = ("batch_size", "seq_len", "calibration_tokens")
+ACCESS = ("trust_remote_code", "device", "placement")  # what any command on a model needs
+_TAKE_MEMORY = ("batch_size", "seq_len", "calibration_tokens", "max_new_tokens")
 
 
 def _as_json(result: Any) -> str:
@@ -129,6 +130,28 @@ class Command:
                 )
         return validated
 
+    def again(
+        self, values: Values, only: Collection[str] = (), but: Collection[str] = ()
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the options and settings of a call that are no defaults, as a shell spells them.
+
+        Args:
+            values: The arguments of the call.
+            only: Names of some; all where it is empty.
+            but: Names to leave out.
+        """
+        options: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
+        for name, parameter in self.parameters().items():
+            asked = (name in only or not only) and name not in but
+            if asked and values[name] != parameter.default:
+                value = values[name]
+                if name in self.options():
+                    options[flag(name).removeprefix("--")] = value
+                else:
+                    settings[name] = value
+        return options, settings
+
     def spell(self, name: str) -> str:
         """Spell a parameter as users give it."""
         return flag(name) if name in self.options() else name
@@ -184,7 +207,7 @@ def command(
                 remote = bool(values.get("trust_remote_code")) or context.allowed.trust_remote_code
                 context = replace(
                     context,
-                    made_by=MadeBy(command=registered.name, options=_recorded(values)),
+                    made_by=MadeBy(command=registered.name, options=_recorded(registered, values)),
                     allowed=replace(context.allowed, trust_remote_code=remote),
                 )
                 with bars_hidden(), _surroundings(registered, values, context) as context:
@@ -235,10 +258,20 @@ def _adapter(function: Callable[..., Any], name: str) -> TypeAdapter[Any]:
     return TypeAdapter(_parameters(function)[name].annotation)
 
 
-def _recorded(values: Values) -> dict[str, Any]:
-    """The arguments that have a part in the result."""
-    kept = {k: v for k, v in values.items() if k not in _APART and v not in (None, False, ())}
+def _recorded(command: Command, values: Values) -> dict[str, Any]:
+    """The arguments that have a part in the result; defaults that say no are left out."""
+    defaults = {name: parameter.default for name, parameter in command.parameters().items()}
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name not in _APART and not (_says_no(value) and value == defaults[name])
+    }
     return dict(to_jsonable_python(kept))
+
+
+def _says_no(value: Any) -> bool:
+    """Return whether a value is None, False or empty; 0 is a number."""
+    return value is None or value is False or (isinstance(value, tuple | list) and not value)
 
 
 @contextmanager
@@ -270,12 +303,18 @@ def _surroundings(command: Command, values: Values, context: Context) -> Iterato
                     f"{devices.chosen()} itself failed while {stages[-1]}, which may be chance: "
                     f"run the command again{resume}. If that fails too, give --device cpu."
                 ) from error
-            if not devices.out_of_memory(error):
+            of_host = isinstance(error, MemoryError)
+            if not of_host and not devices.out_of_memory(error):
                 raise
-            less = (
-                " or ".join(map(command.spell, (n for n in _TAKE_MEMORY if n in values))) or "model"
-            )
+            where = "cpu" if of_host else str(devices.chosen())
+            fewer = [command.spell(name) for name in _TAKE_MEMORY if name in values]
+            ways = [f"Give a smaller {' or '.join(fewer) or 'model'}"]
+            if not values.get("gradient_checkpointing", True):
+                ways.append("gradient_checkpointing=True")
+            if values.get("placement", "layers") != "layers":
+                ways.append("placement=layers")
+            if where != "cpu":
+                ways.append("--device cpu")
             raise HeadpruneError(
-                f"{devices.chosen()} ran out of memory while {stages[-1]}. Give a smaller {less}, "
-                "or --device cpu."
+                f"{where} ran out of memory while {stages[-1]}. {', or '.join(ways)}."
             ) from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator
 
 from headprune.commands import options as o
-from headprune.commands.command import command
+from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.convert_gqa import refuse_healing_by_layers
 from headprune.commands.listing import Panel
 from headprune.config import CompressConfig, DataConfig, build, data_configs, domains
@@ -47,7 +47,7 @@ def _show(
         if isinstance(point, Outline):
             results.outline(console, point)
         else:
-            results.compressed(console, point)
+            results.compressed(console, point, COMMANDS["compress"].again(values, ACCESS))
 
 
 def _warnings(result: Compressed | Outline | Curve) -> Iterable[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from headprune.commands import options as o
-from headprune.commands.command import command
+from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import ConvertConfig, HealConfig, LayoutOption, build
 from headprune.config.values import (
@@ -38,12 +38,13 @@ def _show(console: Console, result: Result, values: Mapping[str, Any]) -> None:
     from headprune.render import results
     from headprune.result.convert_gqa import KvPreview
 
+    given = COMMANDS["convert-gqa"].again(values, ACCESS)
     if isinstance(result, Healed):
-        results.healed(console, result)
+        results.healed(console, result, given)
     elif isinstance(result, KvPreview):
         results.kv_preview(console, result)
     else:
-        results.converted(console, result)
+        results.converted(console, result, given)
 
 
 def warnings(result: Any) -> Iterable[str]:

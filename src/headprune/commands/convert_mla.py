@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from headprune.commands import options as o
-from headprune.commands.command import command
+from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.convert_gqa import warnings
 from headprune.commands.listing import Panel
 from headprune.config import LatentConfig, build, data_config
-from headprune.config.values import Count, Length, Tokens
+from headprune.config.values import Count, Few, Length, Seed, Tokens
 from headprune.context import Context
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def _show(console: Console, result: Exported | Healed, values: Mapping[str, Any]
     if isinstance(result, Exported):
         results.exported(console, result)
     else:
-        results.healed(console, result)
+        results.healed(console, result, COMMANDS["convert-mla"].again(values, ACCESS))
 
 
 @command(Panel.CUT, _show, warnings=warnings)
@@ -44,6 +44,8 @@ def convert_mla(
     heal_steps: o.HealSteps | None = None,
     calibration_tokens: Tokens = 16_384,
     seq_len: Length = 512,
+    batch_size: Few = 4,
+    seed: Seed = 0,
     overwrite: o.Overwrite = False,
     device: o.Device = "auto",
     context: Context = Context(),
@@ -63,6 +65,8 @@ def convert_mla(
         rope_dim=rope_dim,
         calibration_tokens=calibration_tokens,
         seq_len=seq_len,
+        batch_size=batch_size,
+        seed=seed,
     )
     text = data_config(data, None, None)
     if heal_steps is None:

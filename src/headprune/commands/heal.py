@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from headprune.commands import options as o
-from headprune.commands.command import command
+from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import HealConfig, Resuming, build
 from headprune.config.data import Loss, data_config
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def _show(console: Console, result: Healed, values: Mapping[str, Any]) -> None:
     from headprune.render.results import healed
 
-    healed(console, result)
+    healed(console, result, COMMANDS["heal"].again(values, ACCESS))
 
 
 @command(Panel.CUT, _show, warnings=lambda result: result.pruned.warnings, together=True)

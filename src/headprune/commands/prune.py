@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from headprune.commands import options as o
-from headprune.commands.command import command
+from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import (
     CalibrationConfig,
@@ -47,6 +47,11 @@ if TYPE_CHECKING:
     from headprune.result.write import Pruned
 
 NO_REFIT = "none"
+_BUDGETS = ("max_params", "max_kv_bytes", "per_layer", "min_per_layer", "keep_roles")
+_OF_PLANNING = (
+    *("model", "output", "scores", "criterion", "keep", "roles", *_BUDGETS),
+    *("dry_run", "save_plan", "overwrite"),
+)
 
 
 def _show(console: Console, result: Pruned | Preview | Planned, values: Mapping[str, Any]) -> None:
@@ -57,15 +62,13 @@ def _show(console: Console, result: Pruned | Preview | Planned, values: Mapping[
     if isinstance(result, Planned):
         saved, following = values["save_plan"], ""
         if saved is not None:
-            model = str(values["model"])
-            following = next_commands.after_plan(
-                result, saved, model, values["context"].allowed, values["out_dtype"]
-            )
+            given = COMMANDS["prune"].again(values, but=_OF_PLANNING)
+            following = next_commands.after_plan(result, saved, str(values["model"]), given)
         results.planned(console, result, saved, following)
     elif isinstance(result, Preview):
         results.preview(console, result)
     else:
-        results.pruned(console, result)
+        results.pruned(console, result, COMMANDS["prune"].again(values, ACCESS))
 
 
 def _warnings(result: Pruned | Preview | Planned) -> Iterable[str]:
@@ -80,9 +83,8 @@ def _warnings(result: Pruned | Preview | Planned) -> Iterable[str]:
     needs={
         "criterion": "scores",
         "keep": "scores|gates",
-        **dict.fromkeys(("max_params", "max_kv_bytes"), "scores"),
-        **dict.fromkeys(("per_layer", "min_per_layer"), "scores"),
-        "keep_roles": "roles",
+        **dict.fromkeys(_BUDGETS, "scores"),
+        "roles": "keep_roles|dry_run",
         "save_plan": "dry_run",
         **dict.fromkeys(("calibration_tokens", "seq_len", "batch_size", "seed"), "refit|scores"),
         "text_column": "refit",
@@ -144,7 +146,7 @@ def prune(
     """Remove heads from the weights, verify the result against the gated model, and write it."""
     if output is None and not dry_run:
         raise HeadpruneError("prune needs OUTPUT, the folder to write (or --dry-run).")
-    from headprune.planning.from_evidence import CutRequest
+    from headprune.planning.from_evidence import CutRequest, refuse_several
     from headprune.planning.plan import plan as planned_by
     from headprune.result.preview import preview
     from headprune.result.prune import prune
@@ -154,9 +156,10 @@ def prune(
     plan = Path(plan) if isinstance(plan, str) else plan
     output, save_plan = _path(output), _path(save_plan)
     request = CutRequest(gates, plan, scores, criterion, keep, shape, engines)
-    budgets = (max_params, max_kv_bytes, keep_roles or None, per_layer or None)
+    refuse_several(request)
     planned = None
-    if scores is not None and any(each is not None for each in (*budgets, save_plan)):
+    limited = max_params is not None or max_kv_bytes is not None
+    if scores and (limited or any((per_layer, min_per_layer, keep_roles, save_plan))):
         budget = build(
             PlanConfig,
             criterion=criterion,
@@ -170,8 +173,8 @@ def prune(
             targets=targets,
             out_dtype=out_dtype,
         )
-        planned = planned_by(model, scores, budget, save_plan, overwrite, context)
-        request = CutRequest(plan=planned.plan, layout=shape, targets=engines)
+        planned = planned_by(model, scores, budget, save_plan, overwrite, context, shape)
+        request = replace(request, plan=planned.plan, scores=None, evidence=planned.evidence)
     if dry_run or output is None:
         if planned is not None:
             return planned
@@ -180,6 +183,12 @@ def prune(
             _save(shown.plan, save_plan, overwrite, model)
         return shown
     text, calibration = _refit(refit, text_column, scores, criterion, keep, context)
+    sample = {"text_column": text_column, "calibration_tokens": calibration_tokens}
+    sample |= {"seq_len": seq_len, "batch_size": batch_size != 4, "seed": seed}
+    if text is None and (idle := [name for name, value in sample.items() if value]):
+        raise HeadpruneError(
+            f"{idle[0]} has no effect, as W_O is not refitted: give --refit DATA, or leave it out."
+        )
     calibration = build(
         CalibrationConfig,
         calibration_tokens=calibration_tokens or calibration.calibration_tokens,

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator
 
 from headprune.commands import options as o
-from headprune.commands.command import command
+from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import ScoreConfig, build
 from headprune.config.values import Few, Seed, listed
-from headprune.context import Allowed, Context
+from headprune.context import Context
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,8 +25,8 @@ def _show(console: Console, result: Scores, values: Mapping[str, Any]) -> None:
     from headprune.render import next_commands, results
 
     output, model = values["output"], str(values["model"])
-    allowed = Allowed(trust_remote_code=values["trust_remote_code"])
-    following = next_commands.after_scores(result, output, model, allowed)
+    given = COMMANDS["score"].again(values, (*ACCESS, "dtype"))
+    following = next_commands.after_scores(result, output, model, given)
     results.scores(console, result, output, following)
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from headprune.commands import options as o
-from headprune.commands.command import command
+from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import Resuming, TrainGatesConfig, build
 from headprune.config.data import Loss, data_config
-from headprune.config.values import Kept, Positive, Seed, Steps
-from headprune.context import Allowed, Context
+from headprune.config.values import Fraction, Kept, Positive, Seed, Steps
+from headprune.context import Context
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 
 def _show(console: Console, result: GatesRun, values: Mapping[str, Any]) -> None:
-    from headprune.config import Dtype
     from headprune.render import next_commands, results
 
-    model, dtype = str(values["model"]), Dtype(values["dtype"])
-    allowed = Allowed(trust_remote_code=values["trust_remote_code"])
-    results.gates_run(console, result, next_commands.after_gates(result, model, dtype, allowed))
+    given = COMMANDS["train-gates"].again(values, (*ACCESS, "dtype"))
+    following = next_commands.after_gates(result, str(values["model"]), given)
+    results.gates_run(console, result, following)
 
 
 @command(
@@ -68,6 +67,8 @@ def train_gates(
     scale_lr: Positive = 0.02,
     weight_lr: Positive = 5e-5,
     temperature: Positive = 2 / 3,
+    init_log_alpha: float = 3.0,
+    sparsity_warmup: Fraction = 0.75,
     finetune_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.6,
     gradient_checkpointing: bool = False,
     attention: o.Kinds = (),
@@ -102,6 +103,8 @@ def train_gates(
         scale_lr=scale_lr,
         weight_lr=weight_lr,
         temperature=temperature,
+        init_log_alpha=init_log_alpha,
+        sparsity_warmup=sparsity_warmup,
         finetune_fraction=finetune_fraction,
         gradient_checkpointing=gradient_checkpointing,
         attention=attention,

@@ -134,13 +134,11 @@ class RemoveHeads:
         context.stage("planning")
         config = job.goal.budget.part(PlanConfig, criterion=self.criterion)
         planned = _filled(
-            lambda least: make_plan(
-                job.model, scores, config.part(PlanConfig, min_per_layer=least), context
-            )
+            lambda least: make_plan(job.model, scores, config.part(PlanConfig, min_per_layer=least))
         )
         return propose_removal(
             job.model,
-            CutRequest(plan=planned.plan),
+            CutRequest(plan=planned.plan, evidence=planned.evidence),
             job.text if self.refit else None,
             job.config.part(CalibrationConfig),
             Writing(out_dtype=job.config.out_dtype),

@@ -31,6 +31,7 @@ from headprune.config.values import (
     Share,
     Steps,
     Texts,
+    Tokens,
     listed,
 )
 from headprune.tensors.units import Unit
@@ -134,6 +135,10 @@ class BudgetConfig(Settings):
     def _some_goal(self) -> BudgetConfig:
         if all(goal is None for goal in (self.keep, self.max_params, self.max_kv_bytes)):
             raise ValueError("give what may stay: --keep, --max-params or --max-kv-bytes")
+        if self.keep_roles and self.roles is None:
+            raise ValueError("--keep-roles has no effect without --roles: give both")
+        if self.per_layer and self.keep is None:
+            raise ValueError("per_layer has no effect without --keep: give both")
         return self
 
 
@@ -164,7 +169,7 @@ class ConvertConfig(Settings):
         return self
 
 
-class LatentConfig(CalibrationConfig):
+class LatentConfig(Settings):
     """Size of a latent attention, and its calibration.
 
     Attributes:
@@ -176,6 +181,10 @@ class LatentConfig(CalibrationConfig):
     kv_bytes: Count | None = None
     rank: Count | None = None
     rope_dim: Count | None = None
+    calibration_tokens: Tokens = 16_384
+    seq_len: Length = 512
+    batch_size: Few = 4
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _one_goal(self) -> LatentConfig:
@@ -286,14 +295,22 @@ class TrainGatesConfig(Settings):
             raise ValueError("l0_penalty goes with --method l0; give --target-heads")
         if self.method is Method.REFIT and self.train is not Train.GATES:
             raise ValueError("--method refit goes with --train gates")
+        if self.method is Method.REFIT and (idle := self._changed(*OF_L0)):
+            raise ValueError(f"{idle[0]} goes with --method l0")
+        if self.train is Train.GATES and self._changed("weight_lr"):
+            raise ValueError("weight_lr goes with --train attention or all")
         return self
+
+    def _changed(self, *names: str) -> list[str]:
+        """Return those of some settings that are no defaults."""
+        fields = TrainGatesConfig.model_fields
+        return [name for name in names if getattr(self, name) != fields[name].default]
 
     @property
     def leaves_method(self) -> bool:
         """True if any method fits these settings, so that the best may be taken."""
-        fields = TrainGatesConfig.model_fields
-        of_l0 = any(getattr(self, name) != fields[name].default for name in OF_L0)
-        return self.method is Method.AUTO and self.train is Train.GATES and not of_l0
+        free = self.method is Method.AUTO and self.train is Train.GATES
+        return free and not self._changed(*OF_L0)
 
 
 class HealTrain(str, Enum):

@@ -333,7 +333,8 @@ class _LatentFormat:
     ) -> tuple[str, ...]:
         self.net = placed(source.load())
         tokenizer = load_tokenizer(source.folder, source.config)
-        self.fitter = fitter = Fitter(self.net, tokenizer, self.data, self.config, self.context)
+        sample = self.config.part(CalibrationConfig)
+        self.fitter = fitter = Fitter(self.net, tokenizer, self.data, sample, self.context)
         self.fit = self._chosen()
         self.result = converted(self.net.cpu(), fitter, self.fit)
         self._compare()

@@ -47,6 +47,7 @@ class CutRequest:
         keep: A fraction (float) or count (int) of heads; None for that of ``gates``.
         layout: Shapes of the result.
         targets: Its engines.
+        evidence: The evidence of a plan that is not from a file.
     """
 
     gates: Path | None = None
@@ -56,6 +57,7 @@ class CutRequest:
     keep: float | int | None = None
     layout: LayoutOption = LayoutOption.PER_LAYER
     targets: Sequence[Target] = ()
+    evidence: Evidence | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,18 @@ class ChosenCuts:
     padding: tuple[str, ...]
 
 
+def refuse_several(request: CutRequest) -> None:
+    """Refuse a request without evidence, and one with several kinds.
+
+    Raises:
+        PlanError: Naming the kinds.
+    """
+    if sum(each is not None for each in (request.gates, request.plan, request.scores)) != 1:
+        raise PlanError(
+            "Give one of --gates (from train-gates), --scores (from score) and --plan (a file)."
+        )
+
+
 def refuse_request(request: CutRequest, refit: DataConfig | None = None) -> None:
     """Refuse a request that fits no model, before one is loaded.
 
@@ -86,10 +100,7 @@ def refuse_request(request: CutRequest, refit: DataConfig | None = None) -> None
         HeadpruneError: If its parts do not fit together.
     """
     gates, plan, scores, keep = request.gates, request.plan, request.scores, request.keep
-    if sum(source is not None for source in (gates, plan, scores)) != 1:
-        raise PlanError(
-            "Give one of --gates (from train-gates), --scores (from score) and --plan (a file)."
-        )
+    refuse_several(request)
     if scores is not None:
         stored = read_scores(scores)
         if keep is None:
@@ -156,7 +167,8 @@ def _plan(
         present = {a.path: (a.query_ids, a.kv_heads) for a in attention_of(net)}
         plan = read_plan(plan, present)
     _refuse_merging(plan)
-    return plan, Evidence(kind="plan", id=digest_of(plan.model_dump(mode="json"))), {}
+    content = plan.model_dump(mode="json")
+    return plan, request.evidence or Evidence(kind="plan", id=digest_of(content)), {}
 
 
 def _refuse_merging(plan: Plan) -> None:

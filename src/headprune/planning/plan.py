@@ -21,12 +21,13 @@ from headprune.model.units import fitted_scores, head_budget, refuse_target, uni
 from headprune.planning.allocation import BudgetLimit
 from headprune.planning.budgets import cache_prices, parameter_prices
 from headprune.planning.choice import HeadChoice, share_of
-from headprune.planning.constraints import constraints_of
+from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.from_scores import plan_from_scores
 from headprune.planning.roles import asked_roles, held_units, refuse_broken_hold, roles_lost
 from headprune.render.blocks import at_context
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import Plan
+from headprune.schemas.records import Evidence
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
 from headprune.surgery.cut import resolve
 from headprune.tensors.units import Unit, members
@@ -38,7 +39,7 @@ class Planned:
 
     Attributes:
         plan: The plan.
-        criterion: Its criterion.
+        evidence: The evidence of the choice.
         spent: Per budget: the limit, and the plan's sum.
         scores: Metadata of the scores.
         kept_of_free: With ``--for``: the kept scores as a fraction of those kept without it; None
@@ -47,7 +48,7 @@ class Planned:
     """
 
     plan: Plan
-    criterion: str
+    evidence: Evidence
     spent: dict[str, tuple[float, float]]
     scores: ScoresMetadata
     kept_of_free: float | None = None
@@ -58,6 +59,12 @@ class Planned:
         """Warnings before a cut by it, a sentence each."""
         return reckons_with_refit(self.criterion)
 
+    @property
+    def criterion(self) -> str:
+        """The criterion of the scores."""
+        assert self.evidence.criterion is not None
+        return self.evidence.criterion
+
 
 @claims_output("model", "scores", kind=PLAN)
 def plan(
@@ -67,6 +74,7 @@ def plan(
     output: Path | None = None,
     overwrite: bool = False,
     context: Context = Context(),
+    layout: LayoutOption = LayoutOption.PER_LAYER,
 ) -> Planned:
     """Make a plan from scores.
 
@@ -77,6 +85,7 @@ def plan(
         output: The plan file to write; None for none.
         overwrite: Replace an existing output.
         context: Progress and permissions.
+        layout: Shapes of the result.
 
     Raises:
         HeadpruneError: If model, scores and budgets do not fit together.
@@ -87,13 +96,18 @@ def plan(
     asked_roles(config)
     context.stage("loading the model")
     opened = open_model(model, stored.metadata.calibration.dtype, context.allowed)
-    planned = make_plan(opened, read_scores(scores, opened.identity), config, context)
+    planned = make_plan(opened, read_scores(scores, opened.identity), config, layout)
     if output is not None:
         planned.plan.write(output)
     return planned
 
 
-def make_plan(model: Model, scores: Scores, config: PlanConfig, context: Context) -> Planned:
+def make_plan(
+    model: Model,
+    scores: Scores,
+    config: PlanConfig,
+    layout: LayoutOption = LayoutOption.PER_LAYER,
+) -> Planned:
     """Make a plan for an opened model; arguments as for ``plan``.
 
     Raises:
@@ -107,7 +121,7 @@ def make_plan(model: Model, scores: Scores, config: PlanConfig, context: Context
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
     record = asked_roles(config, source)
     held = held_units(record, config.keep_roles, attentions, unit)
-    constraints = constraints_of(net, LayoutOption.PER_LAYER, config.targets)
+    constraints = constraints_of(net, layout, config.targets)
     stored = model.result_dtypes(config.out_dtype).default
     limits = _limits(net, attentions, config, stored)
     heads = None if config.keep is None else head_budget(config.keep, sizes)
@@ -122,10 +136,11 @@ def make_plan(model: Model, scores: Scores, config: PlanConfig, context: Context
     left = sum(size for at, size in enumerate(sizes) if at in kept)
     plan = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
     spent = {limit.option: (limit.most, _total(limit, attentions, plan)) for limit in limits}
-    if constraints != constraints.free:
+    if layout is not LayoutOption.PADDED and constraints != Constraints(net):
         constraints.check(resolve(plan, net, ragged=True))
-    lost = roles_lost(record, plan)
-    return Planned(plan, name, spent, scores.metadata, share, lost)
+    seed = scores.metadata.calibration.seed
+    evidence = Evidence(kind="scores", id=scores.id, criterion=name, keep=config.keep, seed=seed)
+    return Planned(plan, evidence, spent, scores.metadata, share, roles_lost(record, plan))
 
 
 def _limits(

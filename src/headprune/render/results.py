@@ -11,7 +11,7 @@ from rich.console import Console
 
 from headprune.render import records
 from headprune.render.blocks import Block, Code, Paragraph, Table, before_after, percent
-from headprune.render.next_commands import after_cut
+from headprune.render.next_commands import Given, after_cut
 from headprune.render.terminal import show
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _costs(option: str, costs: Sequence[ShapeCost]) -> list[Block]:
     return [table] if costs else []
 
 
-def pruned(console: Console, result: Pruned) -> None:
+def pruned(console: Console, result: Pruned, given: Given = ({}, {})) -> None:
     """Print the heads left, the sizes and the proof."""
     manifest = result.manifest
     page = [
@@ -104,10 +104,10 @@ def pruned(console: Console, result: Pruned) -> None:
         records.sizes([manifest]),
         *records.refit(manifest),
     ]
-    show(console, [*page, *written(result)])
+    show(console, [*page, *written(result, given)])
 
 
-def converted(console: Console, result: Converted) -> None:
+def converted(console: Console, result: Converted, given: Given = ({}, {})) -> None:
     """Print the merges of KV heads, the sizes and the proof."""
     how = f"merge {result.merge}, grouping {result.grouping}"
     if result.calibration_tokens:
@@ -122,7 +122,7 @@ def converted(console: Console, result: Converted) -> None:
         page.append(Paragraph(_OWN_KEYS.format(len(result.own_keys)), "note"))
     show(
         console,
-        [*page, records.sizes([result.pruned.manifest]), *written(result.pruned)],
+        [*page, records.sizes([result.pruned.manifest]), *written(result.pruned, given)],
     )
 
 
@@ -150,14 +150,14 @@ def _ways(planned: KvPlan) -> list[Block]:
     return [Table(columns, rows, names=2, modules=True), note]
 
 
-def healed(console: Console, result: Healed) -> None:
+def healed(console: Console, result: Healed, given: Given = ({}, {})) -> None:
     """Print the gain of healing and the proof."""
     rows = [
         ("before", f"{result.before:.4f}"),
         (f"best, after {result.taken_after} of {result.steps} steps", f"{result.after:.4f}"),
     ]
     table = Table(("loss of healing, held-out text", ""), rows)
-    show(console, [table, *written(result.pruned)])
+    show(console, [table, *written(result.pruned, given)])
 
 
 def exported(console: Console, result: Exported) -> None:
@@ -177,7 +177,7 @@ def verification(console: Console, result: Verification) -> None:
     show(console, [Table(("", "check", "outcome"), rows, names=3), *notes])
 
 
-def written(result: Pruned) -> list[Block]:
+def written(result: Pruned, given: Given) -> list[Block]:
     """Return the proof, and commands that measure and serve the result."""
     from headprune.packages import missing
     from headprune.result.engines import serving
@@ -185,7 +185,7 @@ def written(result: Pruned) -> list[Block]:
     manifest, output = result.manifest, result.output
     stored = records.stored(manifest.shape, manifest.uneven, manifest.brings_code)
     page = [*records.proof(manifest), Paragraph(f"{stored} Written to {output}.")]
-    if measure := after_cut(result):
+    if measure := after_cut(result, given):
         page.append(Code(measure, title="Measure it on other text"))
     for engine, line in serving(manifest, output):
         if "--to gguf" not in line or not missing("gguf"):
@@ -206,7 +206,7 @@ def outline(console: Console, result: Outline) -> None:
     show(console, [*map(Paragraph, page), Paragraph("Nothing was written (--dry-run).")])
 
 
-def compressed(console: Console, result: Compressed) -> None:
+def compressed(console: Console, result: Compressed, given: Given = ({}, {})) -> None:
     """Print all candidates, the choice and the proof."""
     choice = result.choice
     page: list[Block] = records.chosen(choice)
@@ -216,7 +216,7 @@ def compressed(console: Console, result: Compressed) -> None:
         page.append(Table((f"{choice.measure}, taken", *texts), cells))
     for name, reason in choice.failed.items():
         page.append(Paragraph(f"{name} was not possible: {reason}", "note"))
-    page += written(result.pruned)
+    page += written(result.pruned, given)
     if result.unseen_beyond is not None:
         words = (
             f"contexts of more than {result.unseen_beyond:,} tokens were not measured: "
@@ -282,5 +282,5 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
 def _by_module(scores: Scores, values: torch.Tensor) -> Sequence[tuple[str, list[float]]]:
     order = values.argsort(stable=True).argsort(stable=True)
     ranks = order.double() / max(len(values) - 1, 1)
-    parts = ranks.split(list(scores.metadata.units))
+    parts = ranks.split(scores.metadata.units())
     return [(m, part.tolist()) for m, part in zip(scores.metadata.modules, parts, strict=True)]

@@ -24,7 +24,7 @@ from headprune.io.tensors import described, read_tensors
 from headprune.registry import did_you_mean
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.values import Count, Digest
-from headprune.tensors.units import Unit
+from headprune.tensors.units import Unit, members
 
 TENSORS, METADATA = "scores.safetensors", "scores.json"
 
@@ -71,6 +71,10 @@ class ScoresMetadata(BaseModel):
     ragged: bool = False
     refits: bool = True
     id: Digest | None = None
+
+    def units(self) -> list[int]:
+        """Return the number of units of each module."""
+        return [len(members(self.unit, sizes)) for sizes in self.group_sizes]
 
 
 @dataclass(frozen=True)
