@@ -124,9 +124,8 @@ class TextBytes:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        names = ("bos", "eos", "pad", "sep", "cls", "mask")
-        ids = (getattr(tokenizer, f"{name}_token_id", None) for name in names)
-        self._names = [number for number in ids if number is not None]
+        named = {tokenizer.bos_token_id, tokenizer.eos_token_id}
+        self._names = list({*tokenizer.all_special_ids} - ({tokenizer.unk_token_id} - named))
 
     def of(
         self, text: str, ids: Sequence[int], offsets: Sequence[tuple[int, int]] | None
