@@ -6,12 +6,21 @@ import copy
 import inspect
 import pickle
 import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.modeling_utils import AttentionInterface
 
 import headprune
@@ -91,8 +100,8 @@ def test_results_of_two_schemas_live_in_one_process(monkeypatch: pytest.MonkeyPa
     model = ragged()
     before = model(IDS).logits
     source = Path(modeling_headprune.__file__).read_text(encoding="utf-8")
-    broken = "    return attention(module, query * 2, owners.pick(key, 1)"
-    source = source.replace("    return attention(module, query, owners.pick(key, 1)", broken)
+    broken = "    return attention(module, query * 2, owners(key, 1)"
+    source = source.replace("    return attention(module, query, owners(key, 1)", broken)
     other = types.ModuleType("another_modeling_headprune")
     monkeypatch.setitem(__import__("sys").modules, other.__name__, other)
     known = dict(AttentionInterface._global_mapping)
@@ -126,23 +135,169 @@ def test_the_file_beside_another_result_serves_as_well(
         model(**ids)
 
 
-def test_positions_are_copied_to_a_device_once() -> None:
+def test_positions_go_where_the_model_goes() -> None:
     picked, x = Positions([2, 0, 2]), torch.arange(12).view(3, 4)
-    assert torch.equal(picked.pick(x, -1), x[:, [2, 0, 2]])
-    (index,) = picked._by_device.values()
-    assert torch.equal(picked.pick(x, 0), x[[2, 0, 2]])
-    assert next(iter(picked._by_device.values())) is index
-    assert picked.pick(x.to("meta"), 0).shape == (3, 4)
+    assert torch.equal(picked(x, -1), x[:, [2, 0, 2]]) and not picked.state_dict()
     for other in (copy.deepcopy(picked), pickle.loads(pickle.dumps(picked))):
-        assert other.numbers == [2, 0, 2] and not other._by_device
+        assert other.numbers == [2, 0, 2] and torch.equal(other(x, 0), x[[2, 0, 2]])
+    assert picked.to("meta")(x.to("meta"), 0).shape == (3, 4)
+    emptied = picked.to_empty(device="cpu")  # as transformers does before it reads weights
+    emptied.index.zero_()
+    emptied.fill()
+    assert torch.equal(emptied(x, 0), x[[2, 0, 2]])
 
 
-def test_a_trace_leaves_nothing_behind() -> None:
-    """A model goes on computing after it was exported: no tensor of the trace is kept."""
+def test_a_model_computes_after_its_export() -> None:
+    """No tensor of the trace is kept."""
     model = ragged()
     expected = copy.deepcopy(model)(IDS).logits
     traced = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False)
-    kept = [p for m in model.modules() for p in vars(m).values() if isinstance(p, Positions)]
-    assert kept and not any(p._by_device for p in kept)
     assert torch.equal(model(IDS).logits, expected)
     assert torch.allclose(traced.module()(IDS, use_cache=False).logits, expected, atol=1e-5)
+
+
+GONE: dict[int, list[int]] = {0: [0], 1: [0, 1, 2, 3, 4, 5], 2: [2, 3]}  # ragged, empty, uneven
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, tuple[Path, Path]]:
+    """A model and its cut, in both types."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        folder = tmp_path_factory.mktemp("results")
+        whole = tiny.save(tiny.model("llama-gqa", dtype), folder / "whole")
+        plan = {f"model.layers.{layer}.self_attn": heads for layer, heads in GONE.items()}
+        headprune.prune(whole, folder / "cut", plan=plan, layout="ragged")
+        found[dtype] = whole, folder / "cut"
+    return found
+
+
+def loss_of(net: nn.Module) -> Tensor:
+    """The loss of training, by the logits."""
+    logits = net(input_ids=TEXT, use_cache=False).logits.float()
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TEXT[:, 1:].flatten())
+
+
+TEXT = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def trained(net: PreTrainedModel, called: nn.Module | None = None) -> dict[str, Tensor]:
+    """The gradients of two steps, the second of which DDP refuses after unused weights."""
+    for _ in range(2):
+        net.zero_grad()
+        loss_of(net if called is None else called).backward()
+    return {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+
+
+def distributed(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """By DDP, which waits for a gradient of every weight."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1
+    )
+    try:
+        return trained(net, nn.parallel.DistributedDataParallel(net))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def compiled(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """As one graph, which makes no tensors of lists."""
+    made: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+        made.extend(str(n.target) for n in graph.graph.nodes if n.target is torch.tensor)
+        return graph.forward
+
+    torch._dynamo.reset()
+    found = trained(net, torch.compile(net, backend=backend, fullgraph=True))
+    assert not made
+    return found
+
+
+def after_generation(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """After tensors of inference went through it."""
+    with torch.inference_mode():
+        net.generate(TEXT, max_new_tokens=2, do_sample=False)
+    return trained(net)
+
+
+def checkpointed(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """With layers that run again for their gradients."""
+    # renamed in transformers 5.2x; the old name warns there
+    getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)()
+    return trained(net.train())
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of a step of Trainer."""
+
+    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        """Keeps them."""
+        parameters = [(n, p.grad) for n, p in model.named_parameters()]
+        self.found = {name: grad.clone() for name, grad in parameters if grad is not None}
+
+
+def by_trainer(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """By transformers' Trainer, with such layers."""
+    checkpoints = "activation_checkpointing"
+    if checkpoints not in TrainingArguments.__dataclass_fields__:
+        checkpoints = "gradient_checkpointing"
+    settings = {"max_steps": 2, "learning_rate": 0.0, "max_grad_norm": 0.0, checkpoints: True}
+    how = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    arguments: Any = {"per_device_train_batch_size": len(TEXT), **settings, **how}
+    rows: Any = [{"input_ids": row, "labels": row} for row in TEXT]
+    kept = Gradients()
+    given = TrainingArguments(str(folder / "trainer"), **arguments)
+    Trainer(model=net, args=given, train_dataset=rows, callbacks=[kept]).train()
+    return kept.found
+
+
+WAYS = (distributed, compiled, after_generation, checkpointed, by_trainer)
+
+
+def wanted(whole: Path, dtype: torch.dtype, gone: dict[int, list[int]]) -> dict[str, Tensor]:
+    """The gradients of transformers' own class, with W_O of some heads at zero, of those left."""
+    net = AutoModelForCausalLM.from_pretrained(whole, dtype=dtype)
+    width = net.config.head_dim
+    columns = {
+        layer: [h * width + i for h in heads for i in range(width)] for layer, heads in gone.items()
+    }
+    for layer, positions in columns.items():
+        net.model.layers[layer].self_attn.o_proj.weight.data[:, positions] = 0.0
+    loss_of(net).backward()
+    found = {n: p.grad for n, p in net.named_parameters()}
+    for layer, heads in gone.items():
+        left = [h for h in range(6) if h not in heads]
+        rows = [h * width + i for h in left for i in range(width)]
+        path = f"model.layers.{layer}.self_attn"
+        for name in ("q_proj.weight", "q_proj.bias"):
+            found[f"{path}.{name}"] = found[f"{path}.{name}"][rows]
+        found[f"{path}.o_proj.weight"] = found[f"{path}.o_proj.weight"][:, rows]
+        owners = sorted({h // 2 for h in left})
+        rows = [h * width + i for h in owners for i in range(width)]
+        for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias"):
+            found[f"{path}.{name}"] = found[f"{path}.{name}"][rows]
+    return {name: grad for name, grad in found.items() if grad.numel()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_result_is_trained_as_its_original(
+    way: Callable[[PreTrainedModel, Path], dict[str, Tensor]],
+    dtype: torch.dtype,
+    results: dict[torch.dtype, tuple[Path, Path]],
+    tmp_path: Path,
+) -> None:
+    whole, cut = results[dtype]
+    net = AutoModelForCausalLM.from_pretrained(cut, dtype=dtype, trust_remote_code=True)
+    found = way(net, tmp_path)
+    # of the largest gradient; numbers of bfloat16 are 2^-8 apart
+    close = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+
+    def gap(expected: dict[str, Tensor]) -> float:
+        assert found.keys() == expected.keys()
+        gaps = [float((found[n].float() - g.float()).abs().max()) for n, g in expected.items()]
+        return max(gaps) / max(float(g.abs().max()) for g in expected.values())
+
+    assert gap(wanted(whole, dtype, GONE)) < close
+    assert gap(wanted(whole, dtype, {**GONE, 0: [1]})) > 2 * close  # of another head
