@@ -34,9 +34,9 @@ from headprune.formats.source import ExportSource, open_source
 from headprune.io.folders import copy_companions
 from headprune.io.outputs import claimed, place_of
 from headprune.model.attention import attention_of
+from headprune.model.config_file import write_config
 from headprune.model.heads import read_heads
 from headprune.model.inspection import Inspection, LatentPrice
-from headprune.model.config_file import write_config
 from headprune.model.loading import load_config, load_tokenizer, task_of
 from headprune.model.open import open_model
 from headprune.model.probes import probe, probe_inputs

@@ -28,8 +28,8 @@ from headprune.model.probes import (
     Outputs,
     positions_of,
     probe,
-    proof_inputs,
     projected,
+    proof_inputs,
     some_rows,
     unreached,
 )

@@ -208,7 +208,9 @@ class _Order:
     writing: Writing
 
 
-def cut_again(model: Model, plan: Plan, stored: StoredDtypes) -> tuple[PreTrainedModel, list[Piece]]:
+def cut_again(
+    model: Model, plan: Plan, stored: StoredDtypes
+) -> tuple[PreTrainedModel, list[Piece]]:
     """Cut a model, and return it with its tensors to write, for a second proof."""
     edit = Edit(plan)
     try:
