@@ -1,4 +1,4 @@
-"""Settings of a model as its files have them: embeddings tied or not, and names of older readers."""
+"""Settings as the files of a model have them: tied embeddings, and names of older readers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ HEAD = {"bert-mlm": "cls.predictions.decoder.weight", "t5": "lm_head.weight"}
 TIED = ["llama-gqa", "gpt2", "gemma3_text", "bert-mlm", "t5", "gemma3"]
 
 
+def without_tokenizer(folder: Path) -> Path:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    return folder
+
+
 def settings(folder: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return content
 
 
 def with_own_head(case: str, folder: Path, flag: bool = True) -> torch.Tensor:
-    """A folder whose file holds an output embedding, whatever its config says; as PEFT merges do."""
-    if case == "gemma3":
-        net = tiny.model(case)
-    else:
-        net = tiny.model(case, tie_word_embeddings=True)
+    """A folder whose file holds an output embedding, whatever its config says, as after PEFT."""
+    tied = {} if case == "gemma3" else {"tie_word_embeddings": True}
+    net = tiny.model(case, **tied)
     tiny.save(net, folder)
     weights = load_file(folder / "model.safetensors")
     name = HEAD.get(case, "lm_head.weight")
@@ -53,11 +57,10 @@ def first_heads(folder: Path) -> dict[str, list[int]]:
 
 def reloaded(folder: Path) -> PreTrainedModel:
     name = settings(folder)["architectures"][0]
-    return (
-        headprune.from_pretrained(folder)
-        if "headprune" in settings(folder)
-        else getattr(transformers, name).from_pretrained(folder)
-    )
+    cut = "headprune" in settings(folder)
+    load = headprune.from_pretrained if cut else getattr(transformers, name).from_pretrained
+    net: PreTrainedModel = load(folder)
+    return net
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -87,10 +90,10 @@ def test_every_writer_keeps_it(command: str, tmp_path: Path) -> None:
         headprune.pad(model, out, multiple_of=4)
     else:
         (tmp_path / "text.txt").write_text(tiny.text(3000))
-        tiny.healed(model, model, out, tmp_path / "text.txt", steps=1, train="lora")
+        tiny.healed(model, model, out, tmp_path / "text.txt", steps=1)
     net = AutoModelForCausalLM.from_pretrained(out)
     assert net.lm_head.weight is not net.model.embed_tokens.weight
-    gap = float((net.lm_head.weight - head).abs().max())
+    gap = float((net.lm_head.weight.detach() - head).abs().max())
     assert gap == 0 if command != "heal" else gap < 1
     assert settings(out)["tie_word_embeddings"] is False  # transformers 4 believes it
 
@@ -115,6 +118,7 @@ def test_graphs_have_it(to: str, tmp_path: Path) -> None:
 
 def test_gguf_has_it_or_has_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = with_own_head("llama-gqa", tmp_path / "model")
+    without_tokenizer(tmp_path / "model")
     headprune.export(tmp_path / "model", tmp_path / "out", to="gguf", prove="read-back")
     read = {t.name: t for t in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors}
     assert torch.equal(torch.from_numpy(read["output.weight"].data.copy()), head)
@@ -124,7 +128,7 @@ def test_gguf_has_it_or_has_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return {name: parts for name, parts in tensors(*given).items() if name != "output.weight"}
 
     monkeypatch.setattr(gguf_file, "_tensors", without)
-    with pytest.raises(ProofError, match="lacks the model's output embedding"):
+    with pytest.raises(ProofError, match="lacks the output embedding"):
         headprune.export(tmp_path / "model", tmp_path / "lost", to="gguf", prove="read-back")
 
 
@@ -134,7 +138,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-LONG = {"short_factor": [1.0] * 5, "long_factor": [2.0] * 5}
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 DEFAULT = {"rope_type": "default"}
 SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "default": ("llama-gqa", {"rope_theta": 5e5}, {**DEFAULT, "rope_theta": 5e5}),
@@ -154,8 +158,8 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "partial": (
         "stablelm",
-        {"rope_theta": 2e4, "partial_rotary_factor": 0.4},
-        {**DEFAULT, "rope_theta": 2e4, "partial_rotary_factor": 0.4},
+        {"rope_theta": 2e4, "partial_rotary_factor": 0.6},
+        {**DEFAULT, "rope_theta": 2e4, "partial_rotary_factor": 0.6},
     ),
     "neox": (
         "gpt_neox",
@@ -225,9 +229,10 @@ def test_every_writer_says_it(command: str, tmp_path: Path) -> None:
         headprune.pad(model, out, multiple_of=4)
     elif command == "convert_mla":
         (tmp_path / "text.txt").write_text(tiny.text(3000))
-        headprune.convert_mla(model, out, data=tmp_path / "text.txt", rank=8, rope_dim=4)
+        how = {"rank": 8, "rope_dim": 4, "seq_len": 64}
+        headprune.convert_mla(model, out, data=tmp_path / "text.txt", **how)
     else:
-        headprune.export(model, out, to=command, prove="auto")
+        headprune.export(without_tokenizer(model), out, to=command)
     assert settings(out)["rope_theta"] == settings(out)["rope_parameters"]["rope_theta"]
 
 
@@ -241,8 +246,4 @@ def test_settings_of_the_source_stand_as_they_were(tmp_path: Path) -> None:
     headprune.prune(model, tmp_path / "out", plan=first_heads(model))
     found = settings(tmp_path / "out")
     assert {name: found[name] for name in content} == content
-    assert verify_again(tmp_path / "out", model)
-
-
-def verify_again(out: Path, model: Path) -> bool:
-    return headprune.verify(out, against=model).passed
+    assert headprune.verify(tmp_path / "out", against=model).passed

@@ -146,7 +146,9 @@ def _refuse_lost_head(source: ExportSource, stored: Collection[str]) -> None:
         return
     pairs = zip(source.weights.pieces(head), source.weights.pieces(embedding), strict=True)
     if not all(torch.equal(*pair) for pair in pairs):
-        raise ProofError("The file lacks the model's output embedding, which is not tied.")
+        raise ProofError(
+            "The file lacks the output embedding of the model, which does not share it."
+        )
 
 
 def _tensors(source: ExportSource, arch: str) -> dict[str, list[Part]]:

@@ -90,7 +90,7 @@ def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
     config = load_config(folder, trust_remote_code=trust_remote_code)
     refuse_quantised(folder, config)
     how: dict[str, Any] = {"dropping": True, "trust_remote_code": trust_remote_code}
-    with suppress(Unmapped, CheckpointError):  # the format says better what is missing
+    with suppress(Unmapped, CheckpointError):  # the format names a missing tensor
         tensors = stored_tensors(folder)
         as_stored, _ = assemble(folder, copy.deepcopy(config), tensors, weights=None, **how)
         believe_tensors(as_stored, config)

@@ -11,6 +11,7 @@ that takes little; where it has a vision tower, an image.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, pairwise
@@ -101,7 +102,7 @@ def proof_inputs(
     Args:
         model: The model.
         seed: Seed of the inputs.
-        positions: Length of the long text, 0 for none; None for what the model needs.
+        positions: Length of the long text, 0 for none; None for the length that the model needs.
     """
     inputs, generator = probe_inputs(model, seed), torch.Generator().manual_seed(seed + 1)
     if "input_ids" not in inputs or task_of(model) == "multiple-choice":
@@ -123,38 +124,39 @@ def unreached(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[str
     """Return the parts of a model that these inputs do not reach, in words."""
     longest = max((inputs[n].shape[-1] for n in (_LONG, "input_ids") if n in inputs), default=0)
     ends = _ends(model.config) if "input_ids" in inputs else {}
-    parts = [f"positions after {end:,} ({name})" for name, end in ends.items() if end >= longest]
+    parts = [
+        f"positions after {end:,} ({name})" for name, (end, _) in ends.items() if end >= longest
+    ]
     if _sees(model) and not any(name.startswith(_IMAGE) for name in inputs):
         parts += [] if "pixel_values" in inputs else ["images"]
     return tuple(parts)
 
 
-def _ends(config: PreTrainedConfig) -> dict[str, int]:
-    """Return the positions after which a model computes otherwise, by the setting that says so."""
-    text, most = config.get_text_config(), most_tokens(config)
-    kinds = getattr(text, "layer_types", None)
-    named = dict.fromkeys(_WINDOWS)
-    if kinds is None or any(kind != "full_attention" for kind in kinds):
-        named = {name: getattr(text, name, None) for name in _WINDOWS}
-    ends = {name: min(n, most or n) for name, n in named.items() if isinstance(n, int) and n > 0}
+def _ends(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
+    """Return positions after which a model computes otherwise, by the setting that says so.
+
+    Beside them stands the length of a text that goes beyond. A window as wide as the longest text
+    ends with it: a narrower one shows there.
+    """
+    text, most = config.get_text_config(), most_tokens(config) or sys.maxsize
+    found: dict[str, Any] = {}
+    if set(getattr(text, "layer_types", None) or [""]) != {"full_attention"}:
+        found = {name: getattr(text, name, None) for name in _WINDOWS}
     ropes: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    for each in [value for value in ropes.values() if isinstance(value, dict)] or [ropes]:
-        kind = each.get("rope_type", "default")
-        end = each.get("original_max_position_embeddings")
-        if kind == "dynamic":
-            ends[f"{kind} rope"] = text.max_position_embeddings
-        elif isinstance(end, int):
-            ends[f"{kind} rope"] = min(end, most or end)
-    # the last position of all has none after it
-    return {n: end if n == "dynamic rope" or end != most else end - 1 for n, end in ends.items()}
+    parts = [value for value in ropes.values() if isinstance(value, dict)] or [ropes]
+    kinds = {f"{part.get('rope_type')} rope": part for part in parts}
+    found |= {kind: part.get("original_max_position_embeddings") for kind, part in kinds.items()}
+    ends = {name: min(end, most - 1) for name, end in found.items() if isinstance(end, int) and end}
+    lengths = {name: (end, min(end + _BEYOND, most)) for name, end in ends.items()}
+    if "dynamic rope" in kinds:
+        lengths["dynamic rope"] = (most, most + _BEYOND)
+    return lengths
 
 
 def _reached(model: PreTrainedModel) -> int:
-    """Return the length of a text that goes beyond what a pass of little work can; 0 for none."""
-    ends, most = _ends(model.config), most_tokens(model.config)
-    limits = {n: end + _BEYOND if n == "dynamic rope" else most for n, end in ends.items()}
-    lengths = [min(end + _BEYOND, limits[n] or end + _BEYOND) for n, end in ends.items()]
+    """Return the length of the long text, as long as a pass of little work allows; 0 for none."""
     affordable = _WORK / max(model.num_parameters(), 1)
+    lengths = (length for _, length in _ends(model.config).values())
     return max((n for n in lengths if _LENGTH < n <= affordable), default=0)
 
 
@@ -199,7 +201,7 @@ def _taken(call: Callable[[], _Result]) -> _Result | None:
 
 
 def _features(model: PreTrainedModel, image: dict[str, Tensor]) -> Tensor:
-    """Return what the vision tower and its projector make of an image."""
+    """Return the output of the vision tower and its projector for an image."""
     found = model.get_image_features(**image, return_dict=True)
     parts = getattr(found, "pooler_output", found)
     parts = parts if isinstance(parts, list | tuple) else [parts]
