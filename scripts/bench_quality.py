@@ -73,7 +73,7 @@ class Protocol:
         if self.other is None:
             return found
         found["other_perplexity"] = self._perplexity(model, self._packed(self.other))
-        most = most_tokens(model.config, self.tokenizer)
+        most = most_tokens(model, self.tokenizer)
         given = last_words(passages(lines_of(self.other), LAST_WORDS), self.tokenizer, most)
         words = last_word_columns(given, answered(model, [one.row for one in given], 4))
         samples = Samples(words)

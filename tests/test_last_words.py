@@ -47,7 +47,7 @@ def tokenizer() -> Any:
 
 def columns(model: Any, words: Any, given: Sequence[Passage], size: int = 4) -> dict[str, Floats]:
     """What a model makes of passages."""
-    prompts = last_words(given, words, most_tokens(model.config, words))
+    prompts = last_words(given, words, most_tokens(model, words))
     return last_word_columns(prompts, answered(model, [one.row for one in prompts], size))
 
 

@@ -207,12 +207,13 @@ def write(
         CheckpointError: If its stored settings ask for another search.
     """
     continues, search = not model.config.is_encoder_decoder, search_of(model)
-    if minds_padding(search) or (continues and tokenizer.pad_token_id is None):
+    if minds_padding(search, continues) or (continues and tokenizer.pad_token_id is None):
         batch_size = 1
     ids = tokenizer(list(prompts), verbose=False)["input_ids"]
     refuse_empty(map(len, ids))
     reads, most = _room(model, tokenizer, max(map(len, ids)), most)
-    before, tokenizer.truncation_side = tokenizer.truncation_side, "left" if continues else "right"
+    before = tokenizer.truncation_side
+    tokenizer.truncation_side = "left" if continues else before
     try:
         ids = tokenizer(list(prompts), truncation=True, max_length=reads)["input_ids"]
     finally:

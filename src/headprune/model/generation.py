@@ -59,16 +59,19 @@ def search_of(model: PreTrainedModel) -> GenerationConfig:
         raise CheckpointError(
             f"The settings of generation of '{model.name_or_path}' hold {' and '.join(refused)}, "
             "and text is written by greedy search or beams alone. Remove that from its "
-            "generation_config.json."
+            "generation_config.json, or from config.json where there is none."
         )
     kept = {name: x for name, x in stored.items() if x is not None and name not in _LEFT_OUT}
     return GenerationConfig(**kept, do_sample=False)
 
 
-def minds_padding(search: GenerationConfig) -> bool:
-    """Return whether settings look at the tokens of a prompt, so that none may be padding."""
-    found = {name: getattr(search, name) for name in _OF_PROMPTS}
-    return any(value is not None and value != _OF_PROMPTS[name] for name, value in found.items())
+def minds_padding(search: GenerationConfig, continues: bool) -> bool:
+    """Return whether settings look at the tokens of a prompt, so that none may be padding.
+
+    Those of an encoder-decoder look at its source only by name, else at its own text.
+    """
+    names = [name for name in _OF_PROMPTS if continues or name.startswith("encoder_")]
+    return any(getattr(search, name) not in (None, _OF_PROMPTS[name]) for name in names)
 
 
 @torch.no_grad()
