@@ -253,7 +253,7 @@ def test_a_result_is_in_bfloat16_and_heals(stored: torch.dtype, text: Path, tmp_
     assert AutoModelForCausalLM.from_pretrained(cut).dtype == torch.bfloat16
     report = headprune.evaluate(cut, data=text, against=tmp_path / "m", seq_len=16, speed=False)
     assert report.against is not None
-    cache = [side.cost.kv_cache_bytes_per_token for side in (report.model, report.against)]
+    cache = [side.cost.kv_cache_bytes for side in (report.model, report.against)]
     assert cache == [240, 480]
     healed = headprune.convert_mla(
         tmp_path / "m", out, data=text, kv_bytes=240, heal_steps=40, **SMALL
