@@ -156,11 +156,13 @@ def test_targets_count_the_text(kind: str, tmp_path: Path) -> None:
     assert value == pytest.approx(nats / math.log(2) / wanted_bytes, rel=1e-5)
 
 
-def test_answers_count_the_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["</s>", "<|im_end|>"])
+def test_answers_count_the_text(end: str, tmp_path: Path) -> None:
     of = tokenizer_of("bytes")
+    of.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     of.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
-    )
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + 'END' }}{% endfor %}"
+    ).replace("END", end)
     net, chats = llama(of), [[words(2, n), words(4, n + 9)] for n in range(5)]
     data, nats = tmp_path / "chats.jsonl", 0.0
     with data.open("w") as file:
@@ -168,9 +170,11 @@ def test_answers_count_the_text(tmp_path: Path) -> None:
             roles = {"user": question, "assistant": said}
             chat = [{"role": role, "content": content} for role, content in roles.items()]
             file.write(json.dumps({"messages": chat}) + "\n")
-            ids = list(of(f"user: {question}</s>assistant:", add_special_tokens=False)["input_ids"])
+            ids = list(
+                of(f"user: {question}{end}assistant:", add_special_tokens=False)["input_ids"]
+            )
             start = len(ids)
-            ids += of(f" {said}</s>", add_special_tokens=False)["input_ids"]
+            ids += of(f" {said}{end}", add_special_tokens=False)["input_ids"]
             with torch.no_grad():
                 logits = net(torch.tensor([ids])).logits[0, start - 1 : -1]
             nats += float(F.cross_entropy(logits, torch.tensor(ids[start:]), reduction="sum"))
