@@ -248,7 +248,6 @@ def _padded(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield batches without labels, padded on the right, on the model's device."""
     refuse_empty(lengths(rows).tolist())
-    rows = rows.remove_columns([name for name in rows.column_names if name == BYTES])
     collate = partial(padded, padding=padding_id(model.config, tokenizer))
     return _collated(model, rows, collate, size, progress)
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from headprune.context import Allowed
 from headprune.data.audio import Recordings, features_of
 from headprune.data.read import Examples
-from headprune.data.sequences import refuse_empty
+from headprune.data.sequences import begin_once, refuse_empty
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation.metrics import METRICS, Floats
@@ -209,13 +209,19 @@ def write(
     continues, search = not model.config.is_encoder_decoder, search_of(model)
     if minds_padding(search, continues) or (continues and tokenizer.pad_token_id is None):
         batch_size = 1
-    ids = tokenizer(list(prompts), verbose=False)["input_ids"]
+
+    def tokens(**cut: Any) -> list[list[int]]:
+        rows = {"input_ids": tokenizer(list(prompts), **cut)["input_ids"]}
+        begin_once(rows, tokenizer)
+        return rows["input_ids"]
+
+    ids = tokens(verbose=False)
     refuse_empty(map(len, ids))
     reads, most = _room(model, tokenizer, max(map(len, ids)), most)
     before = tokenizer.truncation_side
     tokenizer.truncation_side = "left" if continues else before
     try:
-        ids = tokenizer(list(prompts), truncation=True, max_length=reads)["input_ids"]
+        ids = tokens(truncation=True, max_length=reads)
     finally:
         tokenizer.truncation_side = before
     order = sorted(range(len(ids)), key=lambda number: len(ids[number]))
