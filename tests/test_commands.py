@@ -288,7 +288,13 @@ NEEDS = [
     for setting, others in sorted((command.needs or {}).items())
 ]
 VALUES = {"keep": 0.5, "criterion": "fisher", "learning_rate": 1e-3}
-VALUES |= {"roles": "r", "train": "lora", "bf16": False, "keep_roles": ["induction"], "needle_lengths": [64]}
+VALUES |= {
+    "roles": "r",
+    "train": "lora",
+    "bf16": False,
+    "keep_roles": ["induction"],
+    "needle_lengths": [64],
+}
 VALUES |= {
     "data": "d",
     "decode_batches": [2],
@@ -318,7 +324,7 @@ def test_an_option_without_effect_is_refused(name: str, setting: str, others: st
         command.arguments(idle)
     for other in others.split("|"):
         given = {other: True if other in flags | {"speed"} else "7"}
-        given |= {"scores": "s"} if other == "roles" else {}
+        given |= {"scores": "s"} if other == "keep_roles" else {}
         given |= {"calibrate": "text.txt"} if other == "heal_steps" else {}
         command.arguments(required | {setting: value} | given)
 

@@ -145,11 +145,13 @@ class Command:
         for name, parameter in self.parameters().items():
             asked = (name in only or not only) and name not in but
             if asked and values[name] != parameter.default:
-                value = values[name]
-                if name in self.options():
-                    options[flag(name).removeprefix("--")] = value
-                else:
+                value, word = values[name], flag(name).removeprefix("--")
+                if name not in self.options():
                     settings[name] = value
+                elif value is False:
+                    options[f"no-{word}"] = True
+                else:
+                    options[word] = value
         return options, settings
 
     def spell(self, name: str) -> str:
