@@ -174,7 +174,7 @@ def test_what_a_model_needs_stays_with_every_next_command(
     evaluate = shlex.split(line)[1:]
     assert [word for word in ACCESS if word in evaluate] == ACCESS and LAYERS[1] in evaluate
     evaluate[evaluate.index("TEXT")] = "some text.txt"
-    ran(capsys, *evaluate, "--no-speed", "--max-windows", "4", "--config", "passage_words=0")
+    ran(capsys, *evaluate, "--no-speed", "--seq-len", "16", "--config", "passage_words=0")
 
 
 @contextmanager
