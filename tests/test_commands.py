@@ -324,7 +324,7 @@ def test_an_option_without_effect_is_refused(name: str, setting: str, others: st
         command.arguments(idle)
     for other in others.split("|"):
         given = {other: True if other in flags | {"speed"} else "7"}
-        given |= {"scores": "s"} if other == "roles" else {}
+        given |= {"scores": "s"} if other == "keep_roles" else {}
         given |= {"calibrate": "text.txt"} if other == "heal_steps" else {}
         command.arguments(required | {setting: value} | given)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import headprune
 from headprune import devices
-from headprune.commands.command import all_commands
+from headprune.commands.command import _surroundings, all_commands
+from headprune.context import Context
 from headprune.distillation import heal as heal_module
 from headprune.errors import FamilyError, HeadpruneError
 from headprune.evaluation import evaluate as evaluation
@@ -28,6 +30,8 @@ from headprune.resuming import Run
 from headprune.training import training_arguments
 from tests import tiny
 from tests.test_cli import run
+
+COMMANDS = all_commands()
 
 RUN_NO_MODEL = {"families", "report"}
 ON_THE_CPU = {"export", "pad"}  # for engines
@@ -146,7 +150,7 @@ def test_a_device_that_is_full_is_told_by_what_was_running(
 
     monkeypatch.setattr(evaluation, "measure", full)
     report = tmp_path / "report.json"
-    told = "while evaluating. Give a smaller batch_size or --seq-len, or --device cpu"
+    told = "while evaluating. Give a smaller batch_size or --seq-len or max_new_tokens, or pl"
     with pytest.raises(HeadpruneError, match=told) as error:
         headprune.evaluate(llama_folder, report, data=str(text_file), seq_len=16)
     assert error.value.exit_code == 2 and not report.exists()
@@ -157,6 +161,29 @@ def test_a_device_that_is_full_is_told_by_what_was_running(
     monkeypatch.setattr(evaluation, "measure", broken)
     with pytest.raises(RuntimeError, match="of another kind"):
         headprune.evaluate(llama_folder, data=str(text_file), seq_len=16)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", [n for n, c in COMMANDS.items() if "device" in c.parameters()])
+def test_what_takes_less_memory_is_an_option_of_the_command(
+    name: str, device: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = COMMANDS[name]
+    values = {n: p.default for n, p in command.parameters().items()} | {"device": "cpu"}
+    values |= {"placement": "whole"} if "placement" in values else {}
+    monkeypatch.setattr(devices, "chosen", lambda: torch.device(device))
+    with (
+        pytest.raises(HeadpruneError, match="ran out of memory while running") as told,
+        _surroundings(command, values, Context()),
+    ):
+        raise error
+    advice = str(told.value).partition("Give a smaller ")[2]
+    named = {word.partition("=")[0] for word in re.findall(r"[\w=-]+", advice)} - {"or", "cpu"}
+    known = {command.spell(n) for n in command.parameters()} | {"model"}
+    assert named and named <= known
+    of_host = isinstance(error, MemoryError) or device == "cpu"
+    assert (command.spell("device") in named) is not of_host
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,20 @@ from tests.test_cli import run
 
 DATA = "--data text.txt"
 PLAN = "prune gone --dry-run --save-plan p --scores scores"
+CUT = "prune gone out --scores scores --criterion fisher"
 NO_FILE = "There is no file 'nope.txt'"
 HEALED = "convert-gqa gone --kv-heads 1 out --calibrate text.txt --heal"
 MISTAKES = {
     "prune gone out": "Give one of --gates (from train-gates)",
     "prune gone out --gates g --plan p": "Give one of --gates (from train-gates)",
     "prune gone --dry-run": "Give one of --gates (from train-gates)",
+    f"{CUT} --gates g --max-params 9": "Give one of --gates (from train-gates)",
+    f"{CUT} --plan plan.json --max-kv-bytes 9": "Give one of --gates (from train-gates)",
+    f"{PLAN} --gates g --keep 0.5": "Give one of --gates (from train-gates)",
+    f"{CUT} --keep 0.5 --roles r": "--roles has no effect without --keep-roles or --dry-run",
+    "prune gone out --gates g --config min_per_layer=1": "min_per_layer has no effect without --sc",
+    "prune gone out --gates g --roles r --keep-roles x": "--keep-roles has no effect without --sc",
+    f"{CUT} --max-params 9 --config per_layer=true": "per_layer has no effect without --keep",
     "prune gone out --scores scores --keep 4": "hold 2 criteria",
     "prune gone out --scores scores --criterion fisher": "--scores needs --keep",
     "prune gone out --scores scores --criterion fischer --keep 4": "Did you mean 'fisher'",

@@ -149,11 +149,32 @@ def test_train_gates_then_prune(case: str, home: Path, capsys: pytest.CaptureFix
     assert made["query_heads"][1] == made["query_heads"][0] // 2
 
 
-def test_what_was_allowed_stays_allowed(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+ACCESS = ["--trust-remote-code", "--device", "cpu"]
+LAYERS = ["--config", "placement=layers"]
+
+
+def test_what_a_model_needs_stays_with_every_next_command(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny.save(tiny.model("llama-gqa"), home / "model")
-    base = ["train-gates", "model", "--data", "some text.txt", "made", *TRAIN]
-    after, _ = following(capsys, *base, "--trust-remote-code")
-    assert "--trust-remote-code" in after
+    text = ["--data", "some text.txt"]
+    after = printed(ran(capsys, "train-gates", "model", *text, "gates", *TRAIN, *ACCESS))
+    assert [word for word in ACCESS if word in after] == ACCESS
+    score = ["score", "model", *text, "scores", *SMALL, "--criterion", "fisher"]
+    after = printed(ran(capsys, *score, *ACCESS, *LAYERS))
+    assert [word for word in ACCESS if word in after] == ACCESS and LAYERS[1] in after
+    plan = ["prune", "model", "--scores", "scores", "--max-params", "80000", "--dry-run"]
+    own = ["--for", "llama.cpp", "--config", "out_dtype=bfloat16", "--refit", "none"]
+    after = printed(ran(capsys, *plan, *own, "--save-plan", "plan.json", *ACCESS, *LAYERS))
+    for word in (*ACCESS, LAYERS[1], *own):
+        assert word in after
+    assert not {"--max-params", "--dry-run", "--save-plan", "seq_len=16"} & {*after}
+    out = ran(capsys, *after)
+    (line,) = (line for line in out.splitlines() if line.startswith("  headprune evaluate"))
+    evaluate = shlex.split(line)[1:]
+    assert [word for word in ACCESS if word in evaluate] == ACCESS and LAYERS[1] in evaluate
+    evaluate[evaluate.index("TEXT")] = "some text.txt"
+    ran(capsys, *evaluate, "--no-speed", "--seq-len", "16", "--config", "passage_words=0")
 
 
 @contextmanager

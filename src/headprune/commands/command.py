@@ -145,11 +145,13 @@ class Command:
         for name, parameter in self.parameters().items():
             asked = (name in only or not only) and name not in but
             if asked and values[name] != parameter.default:
-                value = values[name]
-                if name in self.options():
-                    options[flag(name).removeprefix("--")] = value
-                else:
+                value, word = values[name], flag(name).removeprefix("--")
+                if name not in self.options():
                     settings[name] = value
+                elif value is False:
+                    options[f"no-{word}"] = True
+                else:
+                    options[word] = value
         return options, settings
 
     def spell(self, name: str) -> str:
@@ -280,7 +282,8 @@ def _surroundings(command: Command, values: Values, context: Context) -> Iterato
     if "device" not in values:
         yield context
         return
-    stages = ["running"]
+    stages, device = ["running"], command.spell("device")
+    on_cpu = f"{device} cpu" if device.startswith("--") else f"{device}=cpu"
 
     def stage(name: str) -> None:
         stages.append(name)
@@ -301,7 +304,7 @@ def _surroundings(command: Command, values: Values, context: Context) -> Iterato
                 resume = ", with --resume" if "resume" in values else ""
                 raise HeadpruneError(
                     f"{devices.chosen()} itself failed while {stages[-1]}, which may be chance: "
-                    f"run the command again{resume}. If that fails too, give --device cpu."
+                    f"run the command again{resume}. If that fails too, give {on_cpu}."
                 ) from error
             of_host = isinstance(error, MemoryError)
             if not of_host and not devices.out_of_memory(error):
@@ -314,7 +317,7 @@ def _surroundings(command: Command, values: Values, context: Context) -> Iterato
             if values.get("placement", "layers") != "layers":
                 ways.append("placement=layers")
             if where != "cpu":
-                ways.append("--device cpu")
+                ways.append(on_cpu)
             raise HeadpruneError(
                 f"{where} ran out of memory while {stages[-1]}. {', or '.join(ways)}."
             ) from error

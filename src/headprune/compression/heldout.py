@@ -195,9 +195,10 @@ class HeldOut:
     def words(self, net: PreTrainedModel, half: Half, progress: Progress) -> list[Prompt]:
         """Return the words of a half that the original, a language model, needs the passage for.
 
-        Fewer than ``evidence.recall.FEWEST`` decide nothing: none are returned.
+        Fewer than ``evidence.recall.FEWEST`` decide nothing: none are returned. Nor are any where
+        a metric of written text chooses.
         """
-        if self.task != "causal-lm":
+        if self.task != "causal-lm" or self.written is not None:
             return []
         each = -(-PASSAGES // len(half.texts))
         some = [

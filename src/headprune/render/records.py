@@ -221,7 +221,7 @@ def chosen(choice: ModelChoice) -> list[Block]:
         f"Kept: {choice.goal}; {choice.chosen.name}, the best of {len(choice.contenders)} on one "
         f"half of {choice.held_out_tokens:,} held-out tokens."
     )
-    if (words := choice.passage_words[0]) and not choice.higher_is_better:
+    if words := choice.passage_words[0]:
         text += (
             f" Half of the words that only their passage tells, {words}, choose as well: a tenth "
             "of them lost counts as 1 % of perplexity."

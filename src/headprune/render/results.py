@@ -282,5 +282,5 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
 def _by_module(scores: Scores, values: torch.Tensor) -> Sequence[tuple[str, list[float]]]:
     order = values.argsort(stable=True).argsort(stable=True)
     ranks = order.double() / max(len(values) - 1, 1)
-    parts = ranks.split(scores.metadata.units())
+    parts = ranks.split(scores.metadata.units)
     return [(m, part.tolist()) for m, part in zip(scores.metadata.modules, parts, strict=True)]

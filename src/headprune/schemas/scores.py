@@ -72,6 +72,7 @@ class ScoresMetadata(BaseModel):
     refits: bool = True
     id: Digest | None = None
 
+    @property
     def units(self) -> list[int]:
         """Return the number of units of each module."""
         return [len(members(self.unit, sizes)) for sizes in self.group_sizes]

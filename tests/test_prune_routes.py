@@ -1,0 +1,86 @@
+"""Whatever decides a cut, gates, scores with a budget or a plan: every option has its effect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import headprune
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose first layer hardly writes, and its scores by two criteria."""
+    root = tmp_path_factory.mktemp("routes")
+    net = tiny.model("llama-mha")
+    with torch.no_grad():
+        net.model.layers[0].self_attn.o_proj.weight.mul_(1e-3)
+    tiny.save(net, root / "model")
+    (root / "text.txt").write_text(tiny.text(2_000))
+    sample = {"seq_len": 16, "calibration_tokens": 512, "seed": 7}
+    criteria = ["magnitude", "compensated"]
+    headprune.score(
+        root / "model", root / "scores", data=root / "text.txt", criterion=criteria, **sample
+    )
+    return root
+
+
+def cut(place: Path, output: Path, **given: Any) -> tuple[Any, dict[str, Any], list[int]]:
+    """The result, its record, and the heads that each layer keeps."""
+    given = {"criterion": "magnitude", "refit": "none", **given}
+    done = headprune.prune(place / "model", output, scores=place / "scores", **given)
+    made = json.loads((output / "headprune.json").read_text())
+    return done, made, [len(part["query_heads"]) for part in made["layout"].values()]
+
+
+BUDGETS = {
+    "keep": {"keep": 0.5},
+    "keep and a layer's least": {"keep": 0.5, "min_per_layer": 2},
+    "params": {"max_params": 70_000},
+    "shares": {"keep": 0.5, "per_layer": True},
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_result_from_scores_names_them(budget: str, place: Path, tmp_path: Path) -> None:
+    given = BUDGETS[budget]
+    done, made, heads = cut(place, tmp_path / "out", **given, criterion="compensated")
+    evidence, scored = (
+        made["done"]["evidence"],
+        json.loads((place / "scores" / "scores.json").read_text()),
+    )
+    assert (evidence["kind"], evidence["criterion"]) == ("scores", "compensated")
+    assert (evidence["seed"], evidence["id"]) == (7, scored["id"])
+    assert evidence.get("keep") == given.get("keep")
+    assert any("assume that W_O is refitted" in warning for warning in done.warnings)
+    assert sum(heads) < 24
+
+
+def test_a_layer_keeps_its_least_under_any_budget(place: Path, tmp_path: Path) -> None:
+    _, _, free = cut(place, tmp_path / "free", keep=0.5)
+    _, _, held = cut(place, tmp_path / "held", keep=0.5, min_per_layer=2)
+    assert free[0] == 0 and held[0] == 2 and sum(free) == sum(held) == 12
+
+
+@pytest.mark.parametrize("budget", [{"max_params": 70_000}, {"keep": 0.5, "min_per_layer": 1}])
+def test_a_layout_holds_under_any_budget(
+    budget: dict[str, Any], place: Path, tmp_path: Path
+) -> None:
+    _, made, heads = cut(place, tmp_path / "even", **budget, layout="uniform")
+    _, _, free = cut(place, tmp_path / "free", **budget)
+    assert len(set(heads)) == 1 < len(set(free))
+    net = AutoModelForCausalLM.from_pretrained(tmp_path / "even")
+    assert net.config.num_attention_heads == heads[0]
+    assert net.num_parameters() <= budget.get("max_params", 10**9)
+    shown = headprune.prune(
+        place / "model", scores=place / "scores", **budget, layout="uniform", dry_run=True,
+        criterion="magnitude",
+    )  # fmt: skip
+    assert [len(part.keep) for part in shown.plan.attentions.values()] == heads
+    assert made["shape"] == "native"
