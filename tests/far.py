@@ -188,6 +188,7 @@ class Far(TorchDispatchMode):
 
     Attributes:
         waits: How often each line of headprune waited for the device.
+        sent: The same, for lines that copied something to it.
     """
 
     registered: ClassVar = False
@@ -195,6 +196,7 @@ class Far(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
         self._in_python = _InPython(self._waited)
         if not Far.registered:
             backend_registration._setup_privateuseone_for_python_backend("far", _Backend())
@@ -206,6 +208,8 @@ class Far(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._waits(op, args, kwargs):
             self._waited(str(op))
+        if self._sends(op, args, kwargs):
+            self._noted(self.sent, str(op))
         return _computed(op, args, kwargs)
 
     def _waits(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -218,12 +222,21 @@ class Far(TorchDispatchMode):
         masks = op in _INDEXING and any(getattr(i, "dtype", 0) is torch.bool for i in args[1])
         return op in _WAITS or masks
 
+    def _sends(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if op is aten._to_copy.default:
+            return _is_far(kwargs.get("device")) and not isinstance(args[0], FarTensor)
+        indices = args[1] if op in _INDEXING and isinstance(args[0], FarTensor) else ()
+        return any(i is not None and not isinstance(i, FarTensor) for i in indices)
+
     def _waited(self, op: str) -> None:
+        self._noted(self.waits, op)
+
+    def _noted(self, counter: Counter[str], op: str) -> None:
         frame = sys._getframe()
         while frame is not None and not frame.f_code.co_filename.startswith(OURS):
             frame = frame.f_back
         if frame is not None:
-            self.waits[f"{frame.f_code.co_filename[len(OURS) + 1 :]}:{frame.f_lineno} {op}"] += 1
+            counter[f"{frame.f_code.co_filename[len(OURS) + 1 :]}:{frame.f_lineno} {op}"] += 1
 
     def __enter__(self) -> Far:
         self._before = torch.__future__.get_swap_module_params_on_conversion()

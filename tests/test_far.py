@@ -20,10 +20,17 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging
 
 import headprune
+from headprune import devices
 from headprune.evaluation import evaluate as evaluation
 from headprune.gates.gates import Gates
+from headprune.model.attention import attention_of
+from headprune.model.gating import fixed, gated
+from headprune.model.recording import AttentionRecorder, RecordedCall, _candidates
+from headprune.surgery.cut import cut_heads, resolve
+from headprune.surgery.sharpness import larger_queries
 from headprune.tensors import least_squares
 from tests import far, forked, tiny
+from tests.cutting import ragged_plan
 from tests.marks import slow_unless
 from tests.test_verify import old_folder
 
@@ -327,6 +334,39 @@ def waits_by_layer(folder: Path) -> None:
     assert deep == shallow + 3, (shallow, deep)
 
 
+def sends_nothing(folder: Path, gates_stay: bool = False) -> None:
+    """Refuses copies to the device in every forward pass, of gates and of heads."""
+    with far.Far() as device, devices.running_on("far"):
+        net = tiny.model("llama-gqa")
+        cut_heads(net, resolve(ragged_plan(net), net, ragged=True))
+        net = net.to("far")
+        attentions, ids = attention_of(net), torch.randint(5, 60, (2, 9)).to("far")
+        gates = [torch.linspace(0.5, 1, a.query_heads) for a in attentions]
+        source = (lambda position: gates[position][None]) if gates_stay else fixed(gates)
+        rotations: list[Any] = []
+
+        def attend(call: RecordedCall) -> Tensor:
+            angles = torch.ones(9, 5, device="far")
+            found = next(_candidates((angles.repeat(1, 2), angles.repeat(1, 2)), 9, 10))
+            rotations.append(found.rotate(call.query))
+            return call.outputs()
+
+        device.sent.clear()
+        with torch.no_grad(), gated(attentions, source), larger_queries(attentions, 1.1):
+            before = sum(device.sent.values())
+            net(ids)
+            with AttentionRecorder(attend).recording(attentions):
+                net(ids)
+        assert len(rotations) == len(attentions)
+        assert sum(device.sent.values()) == before, device.sent
+
+
+def sends_gates(folder: Path) -> None:
+    """Refuses a pass that is found to copy nothing where it does."""
+    with pytest.raises(AssertionError, match="gating.py"):
+        sends_nothing(folder, gates_stay=True)
+
+
 def told(function: Callable[..., Any], report: Path, *arguments: Any) -> None:
     """Calls a function, and writes what it raised."""
     logging.disable_progress_bar()
@@ -374,6 +414,14 @@ def test_one_model_is_on_the_device_while_it_is_measured(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_steps_wait_as_often_whatever_the_depth_and_the_units(tmp_path: Path) -> None:
     apart(waits_alike, tmp_path)
+
+
+def test_gates_and_heads_are_sent_once(tmp_path: Path) -> None:
+    apart(sends_nothing, tmp_path)
+
+
+def test_gates_that_are_sent_again_would_be_seen(tmp_path: Path) -> None:
+    apart(sends_gates, tmp_path)
 
 
 def test_waits_by_layer_would_be_seen(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,13 +11,19 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
+from accelerate.hooks import remove_hook_from_submodules
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import HeadpruneError
 from headprune.model.attention import attention_of
 from tests import tiny
 
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
 SMALL: dict[str, Any] = {"seq_len": 16, "calibration_tokens": 256}
 
 
@@ -60,6 +68,153 @@ def test_a_plan_may_be_a_mapping(tmp_path: Path) -> None:
     assert next(a.query_ids for a in attention_of(result.model)) == (2, 3, 4, 5)
     with pytest.raises(HeadpruneError, match="has no usable tokenizer"):
         headprune.evaluate(net, data=texts())
+
+
+def settings(net: PreTrainedModel) -> Any:
+    """As a folder may hold them: transformers writes none that it finds at odds."""
+    assert net.generation_config is not None
+    net.generation_config.temperature = 0.3
+    return net
+
+
+def _queries(net: PreTrainedModel) -> list[nn.Linear]:
+    return [layer.self_attn.q_proj for layer in net.model.layers]
+
+
+def shared(net: PreTrainedModel) -> Any:
+    """Two layers with the same weights."""
+    queries = _queries(net)
+    queries[1].weight = queries[2].weight
+    return net
+
+
+def tied(net: PreTrainedModel) -> Any:
+    """As its config does not say."""
+    net.lm_head.weight = net.model.embed_tokens.weight
+    return net
+
+
+def overlapping(net: PreTrainedModel) -> Any:
+    """Weights that are parts of one tensor, which they have in common."""
+    queries = _queries(net)
+    both = queries[0].weight.detach().clone()
+    queries[0].weight, queries[1].weight = nn.Parameter(both), nn.Parameter(both[:])
+    return net
+
+
+def offloaded(net: PreTrainedModel) -> Any:
+    """Weights on the meta device, which accelerate fills."""
+    return cpu_offload(net, execution_device="cpu")
+
+
+def on_disk(net: PreTrainedModel) -> Any:
+    """The same, from files."""
+    return disk_offload(net, tempfile.mkdtemp(), execution_device="cpu")
+
+
+def compiled(net: PreTrainedModel) -> Any:
+    """In the wrapper of torch.compile."""
+    return torch.compile(net, backend="eager")
+
+
+def parallel(net: PreTrainedModel) -> Any:
+    """In a wrapper for several devices."""
+    return nn.DataParallel(net)
+
+
+def distributed(net: PreTrainedModel) -> Any:
+    """In the wrapper for several processes."""
+    name = f"file://{tempfile.mkdtemp()}/store"
+    torch.distributed.init_process_group("gloo", init_method=name, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(net)
+    finally:
+        torch.distributed.destroy_process_group()
+    return wrapped
+
+
+HELD = (settings, shared, tied, overlapping, offloaded, on_disk, compiled, parallel, distributed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", HELD, ids=lambda make: make.__name__)
+def test_any_model_in_memory_is_cut(
+    make: Callable[[PreTrainedModel], Any],
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    net = tiny.untied(tiny.model("llama-gqa")).to(dtype).eval()
+    given = make(net)
+    generation = vars(net)["generation_config"]
+    plan = {"model.layers.0.self_attn": [0, 1]}
+    result = headprune.prune((given, tiny.tokenizer()), tmp_path / "out", plan=plan)
+    assert vars(net)["generation_config"] is generation
+    assert result.model.generation_config.temperature == generation.temperature
+    found = result.model(input_ids=IDS).logits.detach()
+    with torch.no_grad():
+        if make in (offloaded, on_disk):
+            remove_hook_from_submodules(net)
+        whole = given(input_ids=IDS).logits
+        width = net.config.head_dim
+        net.model.layers[0].self_attn.o_proj.weight[:, : 2 * width] = 0.0
+        close = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]  # of the largest
+        wanted = given(input_ids=IDS).logits
+    apart = [float((found - one).abs().max() / one.abs().max()) for one in (wanted, whole)]
+    assert apart[0] < close < apart[1] / 2
+
+
+def adapted(net: PreTrainedModel) -> Any:
+    """With an adapter of peft, in its wrapper."""
+    return get_peft_model(net, LoraConfig(target_modules=["q_proj"]))
+
+
+def with_adapter(net: PreTrainedModel) -> Any:
+    """With one of its own."""
+    net.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    return net
+
+
+def empty(net: PreTrainedModel) -> Any:
+    """Without numbers."""
+    return net.to("meta")
+
+
+def other(net: PreTrainedModel) -> Any:
+    """Another kind of module."""
+    return nn.Sequential(net.lm_head)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (adapted, "PeftModel holds adapters of peft. Give the model that its merge_and_unload"),
+        (with_adapter, "LlamaForCausalLM holds adapters of peft"),
+        (empty, "'model.embed_tokens.weight' of the LlamaForCausalLM is on the meta device"),
+        (other, "A Sequential is no model of transformers"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+@pytest.mark.parametrize("place", ["model", "against"])
+def test_a_model_in_memory_without_all_its_weights_is_refused(
+    make: Callable[[PreTrainedModel], Any], why: str, place: str, tmp_path: Path
+) -> None:
+    pair = (tiny.model("llama-gqa"), tiny.tokenizer())
+    given = {"model": pair, "against": pair, place: make(tiny.model("llama-gqa"))}
+    with pytest.raises(HeadpruneError, match=why):
+        headprune.evaluate(data=texts(), seq_len=16, speed=False, **given)
+
+
+def test_what_transformers_does_not_write_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such thing.")
+
+    net = tiny.model("llama-gqa")
+    monkeypatch.setattr(type(net), "save_pretrained", fails)
+    told = "The LlamaForCausalLM in memory: no such thing. Write it yourself"
+    with pytest.raises(HeadpruneError, match=told):
+        headprune.inspect(net)
 
 
 def test_several_data_sets_are_domains(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 import headprune
 from headprune import placements
@@ -27,6 +28,7 @@ from headprune.model.probes import probe, probe_inputs
 from headprune.model.residency import residency_of
 from headprune.model.stored import fetch_weights
 from headprune.placements import Placement, placing
+from headprune.result import equivalence
 from headprune.result.equivalence import difference
 from tests import tiny
 from tests.test_verify import old_folder
@@ -72,6 +74,34 @@ def test_scores(sharded: Path, tmp_path: Path, criterion: str) -> None:
         found[placement] = scores.scores[criterion]
     assert torch.equal(found["whole"], found["layers"])
     assert not torch.equal(found["whole"], found["layers"].roll(1))
+
+
+@pytest.mark.parametrize("made", ["converted", "refitted"])
+def test_half_precision_is_proven_without_a_whole_copy(
+    made: str, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its proofs, which are in float32, hold no more than the checkpoint takes."""
+    right, seen = equivalence.expect, list[tuple[torch.dtype, int]]()
+
+    def expect(net: PreTrainedModel, *given: Any, **how: Any) -> equivalence.Expectation:
+        gc.collect()
+        nets = [each for each in gc.get_objects() if isinstance(each, type(net))]
+        weights = {id(p): p for each in nets for p in each.parameters() if not p.is_meta}
+        seen.append((net.dtype, sum(p.nbytes for p in weights.values())))
+        return right(net, *given, **how)
+
+    monkeypatch.setattr(equivalence, "expect", expect)
+    how: dict[str, Any] = {"seq_len": 32, "calibration_tokens": 600, "dtype": "bfloat16"}
+    text = sharded / "text.txt"
+    if made == "converted":
+        result = headprune.convert_gqa(sharded, tmp_path, kv_heads=1, calibrate=text, **how).pruned
+    else:
+        plan = {"model.layers.0.self_attn": [0, 1]}
+        result = headprune.prune(sharded, tmp_path, plan=plan, refit=text, **how)
+    assert result.manifest.proof is not None and result.manifest.proof.passed
+    parameters = headprune.from_pretrained(sharded, weights=False).num_parameters()
+    assert len(seen) > 1 and {dtype for dtype, _ in seen} == {torch.float32}
+    assert max(nbytes for _, nbytes in seen) < 2.6 * parameters
 
 
 @pytest.mark.parametrize("judged", [True, False])

@@ -156,6 +156,18 @@ def test_a_model_computes_after_its_export() -> None:
     assert torch.allclose(traced.module()(IDS, use_cache=False).logits, expected, atol=1e-5)
 
 
+def test_continuous_batching_is_refused() -> None:
+    """Its cache has as many KV heads in every layer."""
+    for batched in (
+        lambda net: net.generate_batch([IDS[0].tolist()]),
+        lambda net: net.generate(IDS, cache_implementation="paged"),
+    ):
+        with pytest.raises(NotImplementedError, match="the heads of this model differ by layer"):
+            batched(ragged())
+    stock = tiny.model("llama-gqa")
+    assert type(stock.init_continuous_batching()).__name__ == "ContinuousBatchingManager"
+
+
 GONE: dict[int, list[int]] = {0: [0], 1: [0, 1, 2, 3, 4, 5], 2: [2, 3]}  # ragged, empty, uneven
 
 

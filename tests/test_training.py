@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -246,6 +247,37 @@ def test_losses_do_not_depend_on_batch_size(objective: str) -> None:
         torch.testing.assert_close(mean_loss(1), mean_loss(6))
         torch.testing.assert_close(mean_loss(2), mean_loss(3))
         assert (mean_loss(6) - mean_loss(6, ids.roll(1, 1))).abs() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_distillation_keeps_no_copies_of_logits(dtype: torch.dtype) -> None:
+    """They are as large as the vocabulary."""
+    mask = torch.ones(2, 700)
+    logits, target = (torch.randn(2, 700, 90).to(dtype).requires_grad_() for _ in range(2))
+    target = target.detach()
+    given = {x.untyped_storage().data_ptr() for x in (logits, target)}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in given:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def plain(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        both = [x.float().log_softmax(-1).flatten(0, 1) for x in (logits, target)]
+        return F.kl_div(*both, reduction="batchmean", log_target=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = kl_divergence(logits, target, mask)
+        assert sum(kept.values()) < 0.2 * logits.nbytes
+        wanted = plain(target, logits)
+        assert sum(kept.values()) > logits.nbytes  # else the hooks see nothing
+    torch.testing.assert_close(loss, wanted)
+    gradients = [torch.autograd.grad(each, logits)[0] for each in (loss, wanted)]
+    torch.testing.assert_close(*gradients)
+    wrong = torch.autograd.grad(plain(target.roll(1, 0), logits), logits)[0]
+    assert not torch.allclose(gradients[0], wrong)
 
 
 def test_distillation_ignores_padding() -> None:

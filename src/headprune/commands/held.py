@@ -140,7 +140,7 @@ def _weights(net: Any) -> dict[str, Any]:
     from accelerate.utils.modeling import get_state_dict_offloaded_model
 
     state, owners = net.state_dict(), dict[int, str]()
-    if any(tensor.is_meta for tensor in state.values()):
+    if any(hasattr(module, "_hf_hook") for module in net.modules()):
         state |= get_state_dict_offloaded_model(net)
     for name, tensor in state.items():
         if tensor.is_meta:
