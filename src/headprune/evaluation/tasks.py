@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from headprune import devices
 from headprune.config import EvaluateConfig
+from headprune.data.files import visible
 from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.report import Metric, finite
@@ -101,7 +102,7 @@ def _manager(tasks: Sequence[str]) -> tuple[tuple[str, ...], Any]:
             continue
         if not place.exists():
             raise HeadpruneError(f"--tasks {task}: there is no such file.")
-        files = [place] if place.is_file() else sorted(place.rglob("*"))
+        files = [place] if place.is_file() else visible(place)
         named = [name for file in files if file.suffix in _YAML for name in _named_in(file)]
         if not named:
             raise HeadpruneError(f"--tasks {task}: no YAML file there names a task ('task: NAME').")
