@@ -93,7 +93,7 @@ def cut(folder: Path, file: Path, out: Path) -> float:
     stored = stored_dtypes(net, tensors)
     pieces, _ = cut_pieces(net, cuts, stored, tensors)
     out.mkdir()
-    stored.save(net, out, state_dict={})
+    stored.save(net, out, folder)
     write_shards(pieces, out, net.num_parameters(), SHARD)
     return time.perf_counter() - start
 

@@ -146,9 +146,7 @@ def _refuse_lost_head(source: ExportSource, stored: Collection[str]) -> None:
         return
     pairs = zip(source.weights.pieces(head), source.weights.pieces(embedding), strict=True)
     if not all(torch.equal(*pair) for pair in pairs):
-        raise ProofError(
-            "The file lacks the output embedding of the model, which does not share it."
-        )
+        raise ProofError("The file lacks the output embedding, and the model has its own.")
 
 
 def _tensors(source: ExportSource, arch: str) -> dict[str, list[Part]]:

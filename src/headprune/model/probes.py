@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -175,17 +176,19 @@ def _with_image(
         return {}
     for pixels in _pixels(config.vision_config, generator):
         image = on_device(model, in_dtype(pixels, model.dtype))
-        count = _taken(lambda image=image: _features(model, image).numel())
-        if count is None:
+        features = _taken(partial(_features, model, image))
+        if features is None:
             continue
         named = {_IMAGE + name: value for name, value in pixels.items()}
         token = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
         if token is None or not 0 <= token < config.get_text_config().vocab_size:
             return named
         ids, width = inputs["input_ids"][:1].cpu(), config.get_text_config().hidden_size
-        text = torch.cat([ids[:, :4], torch.full((1, count // width), token), ids[:, 4:8]], 1)
+        text = torch.cat(
+            [ids[:, :4], torch.full((1, features.numel() // width), token), ids[:, 4:8]], 1
+        )
         whole = {"input_ids": on_device(model, {"": text})[""], **image}
-        taken = _taken(lambda whole=whole: model(**whole)) is not None
+        taken = _taken(partial(model, **whole)) is not None
         return {**named, f"{_IMAGE}input_ids": text} if taken else named
     return {}
 

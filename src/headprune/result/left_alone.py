@@ -27,8 +27,8 @@ _NAMED = {
     *("headprune", "pruned_heads", "per_layer_config", "allow_global_per_layer_attribute_access"),
     *("head_dim", "auto_map", "architectures", "transformers_weights"),
 }
-# named by the writer; Phi-3 keeps the share of a rotary embedding in its older name as well
-_OF_WRITING = {"auto_map", "architectures", "partial_rotary_factor"}
+# named by the writer, and older names that Phi-3 keeps beside the newer ones
+_OF_WRITING = {"auto_map", "architectures", "partial_rotary_factor", "type"}
 
 
 def refuse_other_settings(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -258,7 +259,7 @@ def _cut_in_memory(
 ) -> _Result:
     """Cut the model itself; weights that stay as they are come from its files."""
     net = model.net
-    before = {id(tensor) for tensor in net.state_dict(keep_vars=True).values()}
+    whole = {n: weakref.ref(t) for n, t in net.state_dict(keep_vars=True).items()}
     put(net, now)
     before = counts(net, cuts)
     facts = described(net, plan, cut_heads(net, cuts), before, cuts)
@@ -274,7 +275,7 @@ def _cut_in_memory(
     }
     for live, tensor in net.state_dict(keep_vars=True).items():
         with suppress(Unmapped):
-            if id(tensor) in before:
+            if live in whole and whole[live]() is tensor:
                 source = names.source(net, live, model.tensors)
                 name = names.disk[live]
                 pieces[name] = Piece(name, live, source, None, computed[live], tensor.dtype)
