@@ -24,9 +24,7 @@ class RotaryPairs:
     head_dim: int
 
     @staticmethod
-    def halves(
-        width: int, head_dim: int, device: torch.device | str | None = None
-    ) -> RotaryPairs:
+    def halves(width: int, head_dim: int, device: torch.device | str | None = None) -> RotaryPairs:
         """Coordinate j with j + width/2, as in Llama."""
         j = torch.arange(width // 2, device=device)
         return RotaryPairs(j, j + width // 2, head_dim)
