@@ -88,7 +88,7 @@ def _model(net: Any, tokenizer: Any, folder: Path) -> Path:
     refused = damage_is(lambda why: f"The {type(net).__name__} in memory: {why} {advice}.")
     with bars_hidden(), refused, _without_generation(net) as generation:
         net.save_pretrained(folder, state_dict=_weights(net))
-        if generation is not None:  # as a folder may hold it: transformers checks what it writes
+        if generation is not None:  # a folder may hold settings that transformers does not write
             generation.to_json_file(folder / "generation_config.json")
     if tokenizer is None and name:
         refuse_links(name)
@@ -132,14 +132,15 @@ def _without_generation(net: Any) -> Iterator[Any]:
 
 
 def _weights(net: Any) -> dict[str, Any]:
-    """Return the tensors of a model; those that share memory, but are not tied, as copies.
+    """Return the tensors of a model; copies where several share memory and are not tied.
 
     Raises:
         HeadpruneError: If some have no numbers.
     """
     from accelerate.utils.modeling import get_state_dict_offloaded_model
 
-    state, owners = net.state_dict(), dict[int, str]()
+    state: dict[str, Any] = net.state_dict()
+    owners = dict[int, str]()
     if any(hasattr(module, "_hf_hook") for module in net.modules()):
         state |= get_state_dict_offloaded_model(net)
     for name, tensor in state.items():

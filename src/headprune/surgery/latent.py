@@ -178,9 +178,10 @@ def _empty(attention: Attention, text: Sequences) -> AttentionMoments:
 Maps = TypeVar("Maps", "AttentionMoments", "Latent")
 
 
-def _moved(maps: Maps, *to: torch.device | torch.dtype | str) -> Maps:
-    """Return moments or maps with their tensors on a device or in an element type."""
-    moved: dict[str, Any] = {n: x.to(*to) for n, x in vars(maps).items() if torch.is_tensor(x)}
+def _moved(maps: Maps, device: torch.device | str, dtype: torch.dtype = torch.float64) -> Maps:
+    """Return moments or maps with their tensors on a device, in an element type."""
+    tensors = {name: value for name, value in vars(maps).items() if torch.is_tensor(value)}
+    moved: dict[str, Any] = {name: value.to(device, dtype) for name, value in tensors.items()}
     return replace(maps, **moved)
 
 
