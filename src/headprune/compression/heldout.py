@@ -233,7 +233,7 @@ class HeldOut:
         most, count = CHARACTERS * self.seq_len, 0
         for document in documents:
             for part in tokens_of(document, self.tokenizer, before, most=most):
-                count += part.shape[1]
+                count += len(part[0])
                 if count >= self.seq_len:
                     return count
         return count

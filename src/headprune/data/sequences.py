@@ -386,7 +386,7 @@ def translation_rows(
         done = 0
         for texts in _batched(examples.texts):
             sources, targets = (list(column) for column in zip(*texts, strict=True))
-            options = {"truncation": True, "verbose": False}
+            options: dict[str, Any] = {"truncation": True, "verbose": False}
             rows = dict(tokenizer(sources, max_length=seq_len, **options))
             options["max_length"] = min(seq_len, of_decoder or seq_len)
             rows["labels"] = tokenizer(text_target=targets, **options)["input_ids"]

@@ -211,7 +211,7 @@ def write(
         batch_size = 1
 
     def tokens(**cut: Any) -> list[list[int]]:
-        rows = {"input_ids": tokenizer(list(prompts), **cut)["input_ids"]}
+        rows: dict[str, list[list[int]]] = {"input_ids": tokenizer([*prompts], **cut)["input_ids"]}
         begin_once(rows, tokenizer)
         return rows["input_ids"]
 

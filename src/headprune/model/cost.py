@@ -101,7 +101,7 @@ def stated_context(*models: PreTrainedModel) -> int:
     """
     if not any(KVCache.of(model).windows for model in models):
         return 1
-    return min([CONTEXT, *filter(None, (most_tokens(model.config) for model in models))])
+    return min([CONTEXT, *filter(None, map(most_tokens, models))])
 
 
 def kv_width(attention: Attention) -> int:
@@ -168,7 +168,7 @@ def longest_context(model: PreTrainedModel, memory: int) -> int | None:
     if not cache.per_token:
         return None
     if cache.windows:
-        most = most_tokens(model.config) or most
+        most = most_tokens(model) or most
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     room = (memory - weights) // model.dtype.itemsize
     return bisect_right(range(1, most + 1), room, key=cache.elements)

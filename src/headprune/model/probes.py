@@ -124,7 +124,7 @@ def positions_of(inputs: Mapping[str, Tensor]) -> int:
 def unreached(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Return the parts of a model that these inputs do not reach, in words."""
     longest = max((inputs[n].shape[-1] for n in (_LONG, "input_ids") if n in inputs), default=0)
-    ends = _ends(model.config) if "input_ids" in inputs else {}
+    ends = _ends(model) if "input_ids" in inputs else {}
     parts = [
         f"positions after {end:,} ({name})" for name, (end, _) in ends.items() if end >= longest
     ]
@@ -133,13 +133,13 @@ def unreached(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> tuple[str
     return tuple(parts)
 
 
-def _ends(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
+def _ends(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Return positions after which a model computes otherwise, by the setting that says so.
 
     Beside them stands the length of a text that goes beyond. A window as wide as the longest text
     ends with it: a narrower one shows there.
     """
-    text, most = config.get_text_config(), most_tokens(config) or sys.maxsize
+    text, most = model.config.get_text_config(), most_tokens(model) or sys.maxsize
     found: dict[str, Any] = {}
     if set(getattr(text, "layer_types", None) or [""]) != {"full_attention"}:
         found = {name: getattr(text, name, None) for name in _WINDOWS}
@@ -157,7 +157,7 @@ def _ends(config: PreTrainedConfig) -> dict[str, tuple[int, int]]:
 def _reached(model: PreTrainedModel) -> int:
     """Return the length of the long text, as long as a pass of little work allows; 0 for none."""
     affordable = _WORK / max(model.num_parameters(), 1)
-    lengths = (length for _, length in _ends(model.config).values())
+    lengths = (length for _, length in _ends(model).values())
     return max((n for n in lengths if _LENGTH < n <= affordable), default=0)
 
 
