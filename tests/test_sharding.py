@@ -80,8 +80,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(output: str, *others: str, **settings: Any) -> list[str]:
-    settings = SETTINGS | settings
+    save_every, settings = settings.pop("save_every", None), SETTINGS | settings
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    options += ["--config", f"save_every={save_every}"] if save_every else []
     return ["train-gates", "model", "--data", "text.txt", output, *options, *others]
 
 
