@@ -38,7 +38,7 @@ def packed_sequences(
 
 
 def windows(
-    examples: Examples, tokenizer: Any, seq_len: int, most: int | None, **how: Any
+    examples: Examples, tokenizer: Any, seq_len: int, most: int | None = None, **how: Any
 ) -> tuple[Dataset, NDArray[np.int64]]:
     """Return ``most`` of all windows, evenly; None for all. ``how``: as for ``all_windows``."""
     rows, begins = all_windows(examples, tokenizer, seq_len, most=most, **how)
