@@ -431,7 +431,7 @@ def test_a_difference_without_a_finite_interval_is_said(
         undefined = bootstrap(lambda i: np.full(i.shape[:-1], np.nan), 3, 50, 0.95, seed=0)
     assert not undefined.is_finite and not told
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
-    monkeypatch.setattr("headprune.evaluation.evaluate.bootstrap", lambda *args: undefined)
+    monkeypatch.setattr("headprune.evaluation.metrics.bootstrap", lambda *args: undefined)
     config = EvaluateConfig(seq_len=16, speed=False, max_windows=3)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always", HeadpruneWarning)

@@ -122,7 +122,7 @@ def test_no_more_text_is_tokenized_than_a_short_run_needs(
     """Two steps on a long text, and on one that is four times as long."""
     monkeypatch.setattr(sequences, "_FAR", 2_000)
     monkeypatch.setattr("headprune.data.tokens.WHOLE", 2_000)
-    monkeypatch.setattr(sequences, "token_ids", partial(token_ids, most=2_000))
+    monkeypatch.setattr(sequences, "tokens_of", partial(tokens_of, most=2_000))
     read: list[int] = []
 
     class Counting(PreTrainedTokenizerFast):

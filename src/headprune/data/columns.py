@@ -141,8 +141,6 @@ def label_texts(table: Dataset, column: str) -> Callable[[dict[str, list[Any]]],
 
     def texts(batch: dict[str, list[Any]]) -> list[str]:
         values = batch[column]
-        if type(feature).__name__ == "Json":  # of datasets 5: numbers and strings in one column
-            values = [json.loads(value) for value in values]
         if None in values:
             raise DataError(
                 f"--label-column {column}: a row has no label. Label it or leave it out."
