@@ -287,7 +287,7 @@ NEEDS = [
     for name, command in COMMANDS.items()
     for setting, others in sorted((command.needs or {}).items())
 ]
-VALUES = {"keep": 0.5, "criterion": "fisher", "learning_rate": 1e-3}
+VALUES = {"device": "cpu", "keep": 0.5, "criterion": "fisher", "learning_rate": 1e-3}
 VALUES |= {
     "roles": "r",
     "train": "lora",

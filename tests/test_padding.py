@@ -100,7 +100,7 @@ def gathered(kind: str, name: str, side: str, folder: Path) -> tuple[list[Tensor
     tokenizer.padding_side, tokenizer.chat_template = side, TEMPLATE
     labelled = kind in ("classes", "tags")
     objective = Objective.TASK if labelled else Objective.DISTILL
-    rows, collate, _ = batches(
+    rows, collate, *_ = batches(
         objective, net, tokenizer, data, CalibrationConfig(seq_len=64, batch_size=4)
     )
     some = [rows[number] for number in range(len(rows))]
@@ -173,7 +173,7 @@ def test_a_loss_is_that_of_single_texts(tmp_path: Path) -> None:
         tokenizer = tiny.tokenizer()
         tokenizer.padding_side = side
         config = TrainGatesConfig(target_heads=0.5, steps=1, batch_size=4, seq_len=64)
-        rows, collate, _ = batches(Objective.TASK, net, tokenizer, data, config)
+        rows, collate, *_ = batches(Objective.TASK, net, tokenizer, data, config)
         with torch.no_grad():
             losses[side] = net(**collate([rows[number] for number in range(4)])).loss
     with torch.no_grad():
