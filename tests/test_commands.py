@@ -287,7 +287,7 @@ NEEDS = [
     for name, command in COMMANDS.items()
     for setting, others in sorted((command.needs or {}).items())
 ]
-VALUES = {"device": "cpu", "keep": 0.5, "criterion": "fisher", "learning_rate": 1e-3}
+VALUES = {"keep": 0.5, "criterion": "fisher", "learning_rate": 1e-3}
 VALUES |= {
     "roles": "r",
     "train": "lora",
@@ -297,6 +297,7 @@ VALUES |= {
 }
 VALUES |= {
     "data": "d",
+    "device": "cpu",
     "decode_batches": [2],
     "save_plan": "p",
     "text_column": "t",
@@ -326,6 +327,7 @@ def test_an_option_without_effect_is_refused(name: str, setting: str, others: st
         given = {other: True if other in flags | {"speed"} else "7"}
         given |= {"scores": "s"} if other == "keep_roles" else {}
         given |= {"calibrate": "text.txt"} if other == "heal_steps" else {}
+        given |= {"data": "d"} if other == "latent" else {}
         command.arguments(required | {setting: value} | given)
 
 
