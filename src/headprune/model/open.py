@@ -159,9 +159,13 @@ class Model:
 
         One that runs so is widened in place (``precision.widened``).
         """
-        net = self.any_net
-        wide = torch.promote_types(net.dtype, torch.float32)
-        if net.dtype is wide or residency_of(net) is not None or in_shards():
+        net, own = self.any_net, self.dtype
+        if self.is_loaded:
+            own = net.dtype
+        elif not isinstance(own, torch.dtype):  # a skeleton may be cast to the type of the result
+            own = self.checkpoint_dtype or net.dtype
+        wide = torch.promote_types(own, torch.float32)
+        if own is wide or residency_of(net) is not None or in_shards():
             return self
         by_layers = by_layers and asked_placement() is not Placement.WHOLE
         return replace(self, dtype=wide, by_layers=by_layers)
