@@ -28,7 +28,7 @@ from headprune.config import (
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError
 from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.losses import example_losses
-from headprune.evidence.score import gather, needs_of, score, scores_of
+from headprune.evidence.score import needs_of, score, scores_of
 from headprune.evidence.statistics import Activations, Statistics, collect
 from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of
@@ -634,4 +634,3 @@ def test_every_criterion_says_where_it_comes_from() -> None:
     assert CRITERIA["wanda"].score(evidence, []).shape == (0,)
     assert members(Unit.HEAD, (1, 1)) == [[0], [1]]
     assert Prices(1.0, ()).total([]) == 1.0
-    assert gather

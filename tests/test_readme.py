@@ -15,6 +15,7 @@ import pytest
 
 from headprune import app as cli
 from headprune.commands.listing import listed
+from headprune.evaluation.written import write
 from tests import tiny
 from tests.marks import slow_unless
 from tests.test_verify import PRUNED, old_folder
@@ -44,7 +45,10 @@ def commands(name: str) -> list[list[str]]:
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs all commands of a page, with smaller numbers."""
+    """Runs all commands of a page, with smaller numbers; its blocks of files are written before."""
+    for block in blocks("python", name):
+        if file := re.match(r"# (\w+\.py)\n", block):
+            Path(file[1]).write_text(block)
     for command in commands(name):
         shrunk = ["hub.txt" if word.startswith("wikitext:") else word for word in command]
         if "train-gates" in shrunk:
@@ -139,6 +143,27 @@ def test_the_commands_of_a_guide_run_after_those_of_the_readme(
     name: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(name, monkeypatch)
+
+
+def test_the_module_of_evaluate_in_the_guide_runs(
+    stand_ins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (command,) = (words for words in commands("evaluate") if "length_ratio.py" in words)
+    monkeypatch.setattr("tests.test_readme.commands", lambda name: [[*command, "quality.json"]])
+    texts: list[list[str]] = []
+
+    def noted(*given: Any, **settings: Any) -> list[str]:
+        texts.append(write(*given, **settings))
+        return texts[-1]
+
+    monkeypatch.setattr("headprune.evaluation.evaluate.write", noted)
+    run("evaluate", monkeypatch)
+    report = json.loads(Path("quality.json").read_text())
+    (found,) = (m for m in report["model"]["metrics"] if m["name"] == "length_ratio:words")
+    wanted = [row.split("\t")[1] for row in Path("test.tsv").read_text().splitlines()[1:]]
+    counts = [sum(len(text.split()) for text in some) for some in (texts[0], wanted)]
+    assert found["value"] == pytest.approx(counts[0] / counts[1]) and found["n"] == len(wanted)
+    assert found["value"] != pytest.approx(counts[1] / counts[0])
 
 
 def test_every_block_of_commands_is_found() -> None:

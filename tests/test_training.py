@@ -33,6 +33,7 @@ from headprune.gates.trainer import GatedModel, freeze, settled_rate
 from headprune.model.attention import attention_of
 from headprune.model.embedding import head_of
 from headprune.model.gating import fixed, gated
+from headprune.model.heads import output_rows
 from headprune.model.loading import load_tokenizer
 from headprune.model.losses import (
     divergence,
@@ -103,13 +104,26 @@ def test_the_target_is_hit_exactly(
 
 
 def plant_useless_heads(model: PreTrainedModel, heads: dict[int, list[int]]) -> None:
-    """Zeroes the W_O columns of some heads: whatever they do, nobody hears it."""
+    """Gives some heads hardly any values and the largest W_O: only what they do tells them."""
     for layer, attention in enumerate(attention_of(model)):
-        projection = attention.output_projection
-        weight = projection.weight if input_dim(projection) == 1 else projection.weight.T
+        output = weight_of(attention.output_projection)
+        norms = output.unflatten(1, (attention.query_heads, -1)).norm(dim=(0, 2))
         for head in heads.get(layer, []):
+            columns = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
             with torch.no_grad():
-                weight[:, head * attention.head_dim : (head + 1) * attention.head_dim] = 0
+                output[:, columns] *= 1.05 * norms.max() / norms[head]
+                for projection in attention.projections:
+                    rows = output_rows(attention, projection).get("v")
+                    if rows is not None:
+                        weight_of(projection.module)[rows[head]] *= 1e-4
+                        if projection.module.bias is not None:
+                            projection.module.bias[rows[head]] *= 1e-4
+
+
+def weight_of(projection: torch.nn.Module) -> torch.Tensor:
+    """A weight, output first."""
+    weight = projection.get_parameter("weight")
+    return weight if input_dim(projection) == 1 else weight.T
 
 
 @pytest.mark.parametrize(
@@ -129,6 +143,10 @@ def test_planted_useless_heads_are_the_ones_removed(
     model = tiny.model(case)
     planted = {0: [1, 4], 2: [0], 3: [2, 5]}
     plant_useless_heads(model, planted)
+    for layer, heads in planted.items():  # their weights would keep them
+        output = weight_of(attention_of(model)[layer].output_projection).detach()
+        norms = output.unflatten(1, (6, -1)).norm(dim=(0, 2))
+        assert {*norms.topk(len(heads)).indices.tolist()} == {*heads}
     folder = tiny.save(model, tmp_path / "model")
     # matching the original, every other head is missed, so exactly the planted ones must go
     settings = {"target_heads": 19, "steps": 60, "objective": "distill", "method": method}

@@ -137,9 +137,10 @@ def of_shares(
         with np.errstate(divide="ignore", invalid="ignore"):  # a base without successes
             drawn = number((both + gained) / total, (both + lost) / total)
             ends.append(np.quantile(drawn, [tail, 1 - tail]))
-    low, high = np.min(ends), np.max(ends)
-    estimate = float(number(ours.mean(), theirs.mean()))
-    return Interval(estimate, float(low), float(high), confidence, len(ours))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        estimate = float(number(ours.mean(), theirs.mean()))
+    low, high = float(np.min(ends)), float(np.max(ends))
+    return Interval(estimate, low, high, confidence, len(ours))
 
 
 def unseen(n: int, confidence: float) -> float:

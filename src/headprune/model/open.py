@@ -118,15 +118,19 @@ class Model:
         tokenizer = load_tokenizer(self.source, self.config, **how)
         return read_as_embedded(tokenizer, self.source) if self.task == "features" else tokenizer
 
-    @property
+    @cached_property
     def task(self) -> str:
         """The task of its head: "causal-lm", "classification" and so on."""
         return task_of(self.any_net)
 
     @property
     def attentions(self) -> list[Attention]:
-        """Its attention modules, first layer first; of ``net`` once loaded."""
-        return attention_of(self.any_net)
+        """Its attention modules before any edit, first layer first; of ``net`` once loaded."""
+        net = self.any_net
+        found: tuple[PreTrainedModel, list[Attention]] | None = vars(self).get("_found")
+        if found is None or found[0] is not net:
+            vars(self)["_found"] = found = (net, attention_of(net))
+        return found[1]
 
     @property
     def checkpoint_dtype(self) -> torch.dtype | None:
@@ -174,6 +178,7 @@ class Model:
         """Drop both nets: a writer spends them."""
         vars(self).pop("net", None)
         vars(self).pop("skeleton", None)
+        vars(self).pop("_found", None)
 
     @property
     def is_loaded(self) -> bool:

@@ -7,7 +7,7 @@ scores.json          model, unit and modules; data and settings of the numbers
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -141,21 +141,31 @@ def read_scores(folder: Path, model: ModelIdentity | None = None) -> Scores:
         CheckpointError: If the folder holds no scores, or damaged ones.
         PlanError: If they belong to another model.
     """
-    path = folder / METADATA
-    if not path.is_file():
+    files = (folder / METADATA, folder / TENSORS)
+    if not files[0].is_file():
         raise CheckpointError(
             f"'{folder}' is no scores folder (it has no {METADATA}); headprune score writes one."
         )
-    metadata, tensors = read_as(ScoresMetadata, path), read_tensors(folder / TENSORS)
-    scores = Scores(metadata, tensors)
-    if scores.id != metadata.id:
-        raise CheckpointError(
-            f"The scores in '{folder}' are damaged: they are not as they were written. Score again."
-        )
+    now = [file.stat() for file in files if file.exists()]
+    scores = _read(folder, tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in now))
+    metadata = scores.metadata
     if model is not None and metadata.model.fingerprint != model.fingerprint:
         raise PlanError(
             f"The scores in '{folder}' are of '{metadata.model.name}' (fingerprint "
             f"{metadata.model.fingerprint}), not of '{model.name}' (fingerprint "
             f"{model.fingerprint}). Score this model, or give the scored one."
+        )
+    return scores
+
+
+@lru_cache(maxsize=4)  # a command asks more than once
+def _read(folder: Path, state: tuple[tuple[int, ...], ...]) -> Scores:
+    """Read the files of a folder in some state."""
+    metadata = read_as(ScoresMetadata, folder / METADATA)
+    tensors = read_tensors(folder / TENSORS)
+    scores = Scores(metadata, tensors)
+    if scores.id != metadata.id:
+        raise CheckpointError(
+            f"The scores in '{folder}' are damaged: they are not as they were written. Score again."
         )
     return replace(scores, scores={name: tensors[name] for name in metadata.criteria})
