@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from headprune.model.attention import attention_of
 from tests import tiny
 
 HEAD = {"bert-mlm": "cls.predictions.decoder.weight", "t5": "lm_head.weight"}
-TIED = ["llama-gqa", "gpt2", "gemma3_text", "bert-mlm", "t5", "gemma3"]
+TIED = ["llama-gqa", "gpt2", "gemma3_text", "gemma3", "bert-mlm", "t5"]
 
 
 def without_tokenizer(folder: Path) -> Path:
@@ -44,7 +45,7 @@ def with_own_head(case: str, folder: Path, flag: bool = True) -> torch.Tensor:
     torch.manual_seed(7)
     head = torch.randn_like(net.get_output_embeddings().weight)
     save_file({**weights, name: head}, folder / "model.safetensors", {"format": "pt"})
-    if case != "t5":  # transformers ignores it there
+    if case not in ("t5", "bert-mlm"):  # ignored there, or the tie of a bias as well
         content = {**settings(folder), "tie_word_embeddings": flag}
         (folder / "config.json").write_text(json.dumps(content))
     return head
@@ -63,13 +64,12 @@ def reloaded(folder: Path) -> PreTrainedModel:
     return net
 
 
-@pytest.mark.parametrize("flag", [True, False])
-@pytest.mark.parametrize("case", TIED)
+@pytest.mark.parametrize(
+    ("case", "flag"), [*product(TIED[:4], [True, False]), *((case, True) for case in TIED[4:])]
+)
 def test_a_result_keeps_an_output_embedding_that_a_flag_denies(
     case: str, flag: bool, tmp_path: Path
 ) -> None:
-    if not flag and case == "bert-mlm":
-        pytest.skip("its bias is in no file then")
     head = with_own_head(case, tmp_path / "model", flag)
     wanted = reloaded(tmp_path / "model")
     assert torch.equal(wanted.get_output_embeddings().weight, head)  # as transformers reads it

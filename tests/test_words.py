@@ -296,8 +296,8 @@ def test_a_refit_tells_how_far_it_is(llama_folder: Path, text_file: Path, tmp_pa
         context=Context(step=lambda done, total: told.append((done, total))),
     )
     tensors = len(load_file(tmp_path / "out" / "model.safetensors"))
-    # modules to refit, sequences to choose and to report by, tensors to write
-    totals = (tiny.LAYERS, 4, 4, tensors)
+    # modules to refit, sequences to choose and to report by, tensors to write and to compare
+    totals = (tiny.LAYERS, 4, 4, tensors, tensors)
     assert told == [(done, total) for total in totals for done in range(1, total + 1)]
 
 

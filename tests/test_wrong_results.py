@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import ProofError
+from headprune.formats import pad, vllm
+from headprune.formats.source import ExportSource
 from headprune.io.folders import hashes_of
 from headprune.model import probes
 from headprune.model.attention import attention_of
@@ -287,6 +289,28 @@ def test_tensors_are_compared_in_half_precision(
     number("vision_tower")(out)
     checks = {check.name: check for check in verify(out, against=base).checks}
     assert "vision_tower" in checks[f"what stays of {base}"].found
+
+
+@pytest.mark.parametrize(
+    "harm", [setting(1e-3, "rms_norm_eps"), setting(7.0, "rope_theta"), number("mlp.gate_proj")]
+)
+@pytest.mark.parametrize("to", ["pad", "vllm"])
+def test_a_wrong_folder_for_an_engine_has_no_proof(
+    to: str, harm: Harm, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = {"pad": pad, "vllm": vllm}[to]
+    write = module.write_checkpoint
+
+    def wrongly(source: ExportSource, folder: Path, *rest: Any) -> None:
+        write(source, folder, *rest)
+        harm(folder)
+
+    monkeypatch.setattr(module, "write_checkpoint", wrongly)
+    call = partial(headprune.export, to="vllm")
+    call = partial(headprune.pad, multiple_of=4) if to == "pad" else call
+    with pytest.raises(ProofError):
+        call(llama_folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_a_merge_leaves_alone_is_compared(llama_folder: Path, tmp_path: Path) -> None:

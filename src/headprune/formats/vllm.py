@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path
+
+import torch
 
 from headprune.config import ExportConfig
 from headprune.errors import PlanError, ProofError
@@ -15,6 +18,7 @@ from headprune.formats.weights import WithFused
 from headprune.model.probes import probe, proof_inputs
 from headprune.planning.targets import vllm_refusal
 from headprune.result.equivalence import difference
+from headprune.result.left_alone import refuse_other_settings
 from headprune.runtime.modeling_headprune import REPEATING
 
 
@@ -56,7 +60,9 @@ def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportPr
 
 
 def read_back(source: ExportSource, written: ExportSource, tolerance: float = 1e-5) -> ExportProof:
-    """Compare a folder with its source in transformers."""
+    """Compare a folder with its source in transformers, and the weights outside attention."""
+    refuse_other_settings(source.folder, source.config, written.config, written.folder)
+    _refuse_other_weights(source, written)
     net = source.load()
     inputs = proof_inputs(net)
     wanted = probe(net, inputs)
@@ -69,6 +75,18 @@ def read_back(source: ExportSource, written: ExportSource, tolerance: float = 1e
         difference=difference(wanted, probe(written.load(), inputs)),
         tolerance=tolerance,
     )
+
+
+def _refuse_other_weights(source: ExportSource, written: ExportSource) -> None:
+    """Raise ProofError for a weight outside attention that is not the source's."""
+    heads = tuple(f"{attention.path}." for attention in source.attentions)
+    for name in source.weights:
+        if name.startswith(heads):
+            continue
+        found = written.weights.pieces(name) if name in written.weights else ()
+        pairs = zip_longest(source.weights.pieces(name), found, fillvalue=torch.empty(0))
+        if not all(one.dtype is two.dtype and torch.equal(one, two) for one, two in pairs):
+            raise ProofError(f"'{name}' of the folder is not the original's.")
 
 
 def _refuse_unserved(written: ExportSource) -> None:

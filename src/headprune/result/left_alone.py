@@ -50,8 +50,7 @@ def refuse_other_settings(
     others = [n for n in _others(wanted, read, set()) if n.rpartition(".")[2] not in _OF_WRITING]
     if type(before) is type(after):
         kept = with_older_rope(read_json(source / CONFIG), before)
-        named = _NAMED | _ANYWHERE | (set() if "headprune" in found else _heads(before))
-        others += _others(kept, found, named)
+        others += _others(kept, found, _NAMED | _ANYWHERE | _heads(before))
     if others:
         raise ProofError(
             f"The proof failed: '{others[0]}' in config.json is neither the original's nor set by "

@@ -275,7 +275,8 @@ def _cut_in_memory(
     }
     for live, tensor in net.state_dict(keep_vars=True).items():
         with suppress(Unmapped):
-            if live in whole and whole[live]() is tensor:
+            stays = live in whole and whole[live]() is tensor
+            if stays:
                 source = names.source(net, live, model.tensors)
                 name = names.disk[live]
                 pieces[name] = Piece(name, live, source, None, computed[live], tensor.dtype)
