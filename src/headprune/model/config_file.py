@@ -89,7 +89,7 @@ def _changed(content: Json, now: Json, wanted: Json, config: PreTrainedConfig) -
         names.add("head_dim")
     changed = dict(content)
     for name in names:
-        part = getattr(config, name, None)
+        part = vars(config).get(name)
         written = [n for n in (name, aliases.get(name)) if n in content] or [name]
         for key in written:
             if name not in wanted:
@@ -117,9 +117,8 @@ def with_older_rope(content: Json, config: PreTrainedConfig) -> Json:
         config: The config that it describes.
     """
     content = dict(content)
-    for name in vars(config):
-        part = getattr(config, name, None) if name in content else None
-        if isinstance(part, PreTrainedConfig) and isinstance(content[name], dict):
+    for name, part in vars(config).items():
+        if isinstance(part, PreTrainedConfig) and isinstance(content.get(name), dict):
             content[name] = with_older_rope(content[name], part)
     parameters = content.get("rope_parameters")
     if not isinstance(parameters, dict) or not parameters:
