@@ -346,7 +346,7 @@ def test_models_of_other_dtypes_are_told_apart(text_file: Path, tmp_path: Path) 
     """Half of the cache's bytes is no gain then."""
     full = tiny.save(tiny.model("llama-gqa"), tmp_path / "full")
     half = tiny.save(tiny.model("llama-gqa", torch.bfloat16), tmp_path / "half")
-    config = EvaluateConfig(seq_len=16, max_windows=4, speed=False)
+    config = EvaluateConfig(seq_len=16, max_windows=12, speed=False)
 
     def shown(*names: Path) -> str:
         console = Console(record=True, width=120, file=StringIO())
@@ -433,7 +433,7 @@ def test_sentence_pairs_give_spearman_and_fidelity(
     saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = saved("bert-base")
-    pairs = table(tmp_path / "pairs.jsonl", [s % 5 for s in range(9)], columns=2)
+    pairs = table(tmp_path / "pairs.jsonl", [s % 5 for s in range(12)], columns=2)
     report = evaluate(folder, pairs, EvaluateConfig(**FAST), against=folder)
     values = {m.name: m.value for m in report.model.metrics}
     assert -1 <= values["spearman"] <= 1

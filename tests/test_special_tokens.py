@@ -238,7 +238,7 @@ def test_a_baseline_without_bos_is_refused(tmp_path: Path, text_file: Path) -> N
         baseline=str(baseline),
         limits=("perplexity <= +2 %",),
         seq_len=SEQ,
-        max_windows=8,
+        max_windows=12,
     )
     update_baseline(config)
     assert check(config).passed
