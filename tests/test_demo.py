@@ -25,7 +25,6 @@ SMALLER = {"seq_len=256": "seq_len=16", "12": "6"}
 FITTING = {
     "seq_len: 256": "seq_len: 16",
     "recovery >= 75 %": "recovery >= 50 %",  # of a model that has learned nothing
-    "load_route == runtime": "load_route == native",  # of two layers that are cut alike
 }
 
 

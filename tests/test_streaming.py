@@ -77,7 +77,10 @@ def in_memory(model: Path, plan: Callable[[PreTrainedModel], Plan], out: Path, *
     stored.round(net)
     cut_heads(net, cuts)
     with uneven_heads_are_known():
-        stored.save(net, out)
+        stored.save(net, out, model)
+        config = (out / "config.json").read_bytes()
+        net.save_pretrained(out)  # with the weights
+    (out / "config.json").write_bytes(config)
     return out
 
 
@@ -87,7 +90,7 @@ def on_disk(model: Path, plan: Callable[[PreTrainedModel], Plan], out: Path, **h
     pieces, _ = cut_pieces(net, cuts, stored, stored_tensors(model))
     out.mkdir()
     with uneven_heads_are_known():
-        stored.save(net, out, state_dict={})
+        stored.save(net, out, model)
     write_shards(pieces, out, net.num_parameters(), SHARD)
     return out
 
@@ -358,7 +361,7 @@ def test_prune_streams_and_proves_outputs(
     assert alive
     proof = result.manifest.proof
     assert proof is not None and proof.passed
-    assert result.manifest.tensor_proof is None
+    assert result.manifest.tensor_proof is not None
     tensors = len(stored_tensors(tmp_path / "out"))
     assert steps == [(done, tensors) for done in range(1, tensors + 1)]
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -379,7 +382,9 @@ def test_prune_proves_tensors(model: Path, plan: Plan, tmp_path: Path) -> None:
     assert "no outputs were compared" in (tmp_path / "out" / "README.md").read_text()
     found = verify(tmp_path / "out", model)
     assert found.passed and [check.name for check in found.checks][:2] == ["hashes", "headers"]
-    assert found.checks[2].found == f"{made.tensor_proof.tensors} tensors equal to its slices"
+    assert found.checks[2].found == (
+        f"settings, files and {made.tensor_proof.tensors} tensors equal"
+    )
     # the same files as with the other proof
     prune(model, tmp_path / "other", CutRequest(plan=plan))
     assert made.files == read_manifest(tmp_path / "other").files
@@ -431,7 +436,7 @@ def test_too_little_memory_leads_to_tensors(
 ) -> None:
     monkeypatch.setattr(memory, "available", lambda: 1_000_000)
     result = prune(model, tmp_path / "out", CutRequest(plan=plan))
-    assert result.manifest.tensor_proof is None  # it has 0.2 million parameters
+    assert result.manifest.proof is not None  # it has 0.2 million parameters
     monkeypatch.setattr(memory, "available", lambda: 100_000)
     result = prune(model, tmp_path / "small", CutRequest(plan=plan))
     assert result.manifest.proof is None and result.manifest.tensor_proof is not None

@@ -121,6 +121,7 @@ def test_formats_refuse_the_shapes_that_plans_refuse(
     for shape, plan in PLANS.items():
         net = tiny.model(case)
         net.config.update({"sliding_window": None, **config})
+        net.tie_weights()  # where the config says so
         cuts = resolve(plan(net), net, ragged=True)
         refused = {}
         for target in TO:
