@@ -18,7 +18,6 @@ from headprune.model.units import default_unit, unit_sizes
 from headprune.planning.from_scores import plan_from_scores
 from headprune.result import equivalence
 from headprune.result import write as writing
-from headprune.result.write import refuse_unprovable
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.surgery.cut import cut_heads, resolve, result_shape, uncut
 from headprune.tensors.units import Unit
@@ -68,10 +67,10 @@ def test_what_is_clear_before_the_work_takes_four_passes(monkeypatch: pytest.Mon
     model, passes = tiny.model("llama-gqa"), list[int]()
     plan = uneven_plan(model)
     model.register_forward_pre_hook(lambda *_: passes.append(1))
-    refuse_unprovable(model, plan)
+    writing._refuse_unprovable(model, plan)
     assert len(passes) == 4
     monkeypatch.setattr(writing, "_SPARE", 1e9)
-    refuse_unprovable(model, plan)
+    writing._refuse_unprovable(model, plan)
     assert len(passes) == 4 + 4 + 31
 
 
