@@ -30,7 +30,7 @@ from headprune.data.sequences import (
     translation_rows,
     windows,
 )
-from headprune.data.tokens import around, refuse_beyond
+from headprune.data.tokens import BYTES, around, refuse_beyond
 from headprune.evaluation import probes
 from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.metrics import METRICS, Samples, within
@@ -193,7 +193,7 @@ class Loaded:
     def inputs_sha256(self) -> str:
         """Return the digest of the token ids that the models read."""
         digest, rows = hashlib.sha256(), self.domains[0].rows
-        for name in sorted(rows.column_names):
+        for name in sorted({*rows.column_names} - {BYTES}):
             for row in rows[name]:
                 digest.update(f"{name} {row}\0".encode())
         return digest.hexdigest()
