@@ -460,9 +460,9 @@ def interval_of(
     Returns:
         The interval; its ends are NaN where the examples are too few to show any difference.
     """
-    successes = [None if each is None else each.outcomes(metric) for each in (ours, theirs)]
-    if successes[0] is not None and (theirs is None or successes[1] is not None):
-        return of_shares(number, *successes, resamples, confidence, seed)
+    right, base = (None if each is None else each.outcomes(metric) for each in (ours, theirs))
+    if right is not None and (theirs is None or base is not None):
+        return of_shares(number, right, base, resamples, confidence, seed)
     n, value, other = ours.count(metric), *(s.statistic(metric) for s in (ours, theirs or ours))
     documents = ours.documents_of(metric)
     found = bootstrap(
