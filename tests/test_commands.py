@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 import headprune
 from headprune import command_line
-from headprune.commands.command import all_commands, named
+from headprune.commands.command import _recorded, all_commands, named
 from headprune.config import stages
 from headprune.config.base import Settings, flag
 from headprune.context import Context
@@ -155,6 +155,30 @@ def test_every_setting_reaches_its_field(
         function(**{"output": "x", **given, setting: value})
     (values,) = built.value.args
     assert values[setting] == (value[0] if setting == "keep" else value)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "value"),
+    [
+        ("evaluate", "speed", False),
+        ("evaluate", "last_words", 0),
+        ("evaluate", "decode_batches", ()),
+        ("train-gates", "finetune_fraction", 0.0),
+        ("train-gates", "sparsity_warmup", 0),
+        ("heal", "bf16", False),
+        ("prune", "seed", 0),
+        ("prune", "keep", 0),
+    ],
+)
+def test_what_was_switched_off_is_recorded(name: str, setting: str, value: Any) -> None:
+    command = COMMANDS[name]
+    required = {n: "x" for n, p in command.parameters().items() if p.default is p.empty}
+    required |= {"steps": 3} if name == "heal" else {}
+    values = command.arguments(required) | {setting: value}
+    recorded = _recorded(command, values)
+    assert setting in recorded and not recorded[setting]
+    assert type(recorded[setting]) is (list if value == () else type(value))
+    assert "trust_remote_code" not in recorded  # by default
 
 
 WRONG = """
