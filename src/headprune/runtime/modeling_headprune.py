@@ -503,7 +503,7 @@ class EmptyLinear(nn.Linear):
     """A Linear without inputs: its bias. Some engines multiply by an empty matrix to garbage."""
 
     def forward(self, x: Any) -> Any:
-        if torch.jit.is_tracing() or not torch.is_grad_enabled():  # no engine sums nothing
+        if torch._C._get_tracing_state() or not torch.is_grad_enabled():  # no engine sums nothing
             output = x.new_zeros(*x.shape[:-1], self.out_features)
             return output if self.bias is None else output + self.bias
         if self.bias is None:
