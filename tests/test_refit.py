@@ -162,13 +162,14 @@ def _solved_anew(
     gram: torch.Tensor, weight: torch.Tensor, blocks: list[list[int]], ridge: float
 ) -> list[float]:
     """The costs of removals, every block that is left fitted from the first weights each time."""
-    gram = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram)).double()
-    wanted, power = weight @ gram, float((weight @ gram * weight).sum())
+    scale, power = ridge * gram.diagonal().mean(), float((weight @ gram * weight).sum())
 
-    def lost(left: list[int]) -> float:
+    def lost(left: list[int]) -> float:  # |W x - V x_kept|^2 + scale |V - W_kept|^2, smallest over V
         kept = [column for b in left for column in blocks[b]]
-        part = wanted[:, kept]
-        return power - float((torch.linalg.solve(gram[kept][:, kept], part.T).T * part).sum())
+        part = weight @ gram[:, kept] + scale * weight[:, kept]
+        ridged = gram[kept][:, kept] + scale * torch.eye(len(kept)).double()
+        explained = float((torch.linalg.solve(ridged, part.T).T * part).sum())
+        return power + float(scale * weight[:, kept].square().sum()) - explained
 
     left, costs, highest, before = list(range(len(blocks))), [0.0] * len(blocks), 0.0, 0.0
     while left:

@@ -253,6 +253,8 @@ def removal_costs(
 
         tr(W_b [(G^-1)_bb]^-1 W_b^T)
 
+    The ridge r that G takes for the refit is no cost of a removal: r |W_b|^2 is taken off again.
+
     Of two equal blocks the first to go costs nothing, and the other the worth of both: no ranking
     drops both.
 
@@ -267,7 +269,7 @@ def removal_costs(
     if not gram.isfinite().all():
         raise ValueError("the second moments are not finite")
     gram, weight = gram.double(), weight.double()
-    scale = REMOVAL_RIDGE * gram.diagonal().mean() + torch.finfo(torch.float64).tiny
+    scale = REMOVAL_RIDGE * float(gram.diagonal().mean()) + torch.finfo(torch.float64).tiny
     order = torch.tensor([column for block in blocks for column in block], device=gram.device)
     ridged = gram[order[:, None], order]
     ridged.diagonal().add_(scale)
@@ -276,6 +278,7 @@ def removal_costs(
     table = torch.cat([inverse, weight.T[order]], 1)
     ends = list(itertools.accumulate(map(len, blocks)))
     places = {b: slice(end - len(blocks[b]), end) for b, end in enumerate(ends)}
+    ridge_costs = [scale * float(weight[:, block].square().sum()) for block in blocks]
     costs, highest, widest = [0.0] * len(blocks), 0.0, max(map(len, blocks), default=0)
     while places:
         # narrower blocks are filled up, with ones on the diagonal that write nothing
@@ -286,7 +289,7 @@ def removal_costs(
             needs[at, :size, :size], outputs[at, :size] = table[own, own], table[own, width:]
         needs = torch.linalg.inv(needs)
         removed = (needs * (outputs @ outputs.mT)).sum((1, 2)).tolist()
-        cost, best = min(zip(removed, places, strict=True))
+        cost, best = min((cost - ridge_costs[b], b) for cost, b in zip(removed, places, strict=True))
         costs[best] = highest = max(highest, cost)
         need = needs[list(places).index(best)]
         own = places.pop(best)
