@@ -140,7 +140,8 @@ def test_every_setting_reaches_its_field(
         return
     function = inspect.unwrap(command.run)
 
-    def spy(kind: type[Settings], **values: Any) -> Any:
+    def spy(kind: type[Settings], call: dict[str, Any] | None = None, **values: Any) -> Any:
+        values = {n: v for n, v in (call or {}).items() if n in kind.model_fields} | values
         if kind is SETTINGS[name]:
             raise Built(values)
         return kind.model_construct(**values)

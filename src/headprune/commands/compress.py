@@ -111,26 +111,8 @@ def compress(
         calibration_tokens = min(calibration_tokens, _QUICK)
         held_out_tokens = min(held_out_tokens, _QUICK)
     shares: Sequence[Any] = keep or (None,)  # type: ignore[assignment]  # listed() read it
-    configs = [
-        build(
-            CompressConfig,
-            keep=share,
-            max_params=max_params,
-            max_kv_bytes=max_kv_bytes,
-            heal_steps=heal_steps,
-            targets=targets,
-            calibration_tokens=calibration_tokens,
-            seq_len=seq_len,
-            held_out_tokens=held_out_tokens,
-            metric=metric,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            dtype=dtype,
-            out_dtype=out_dtype,
-            seed=seed,
-        )
-        for share in shares
-    ]
+    call = locals()
+    configs = [build(CompressConfig, call, keep=share) for share in shares]
     from headprune.compression.compress import compress
 
     shared = DataConfig(source="", text_column=text_column, label_column=label_column)

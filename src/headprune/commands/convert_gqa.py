@@ -110,20 +110,7 @@ def convert_gqa(
     output = None if output is None else Path(output)
     from headprune.result import convert_gqa as conversion
 
-    config = build(
-        ConvertConfig,
-        kv_heads=kv_heads,
-        kv_budget=kv_budget,
-        merge=merge,
-        grouping=grouping,
-        targets=targets,
-        attention=attention,
-        calibration_tokens=calibration_tokens,
-        seq_len=seq_len,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        seed=seed,
-    )
+    config = build(ConvertConfig, locals())
     text, shape = o.data_at(calibrate, text_column), LayoutOption(layout)
 
     def converted(folder: Path) -> Converted:
@@ -134,16 +121,7 @@ def convert_gqa(
     if heal_steps is None or text is None:
         return converted(output)
     refuse_healing_by_layers(placement)
-    healing = build(
-        HealConfig,
-        steps=heal_steps,
-        train=train,
-        learning_rate=learning_rate,
-        seq_len=heal_seq_len,
-        bf16=bf16,
-        out_dtype=out_dtype,
-        seed=seed,
-    )
+    healing = build(HealConfig, locals(), steps=heal_steps, seq_len=heal_seq_len)
     from headprune.distillation.heal import make_and_heal
 
     def make(unhealed: Path) -> None:

@@ -58,16 +58,7 @@ def convert_mla(
     from headprune.distillation.heal import make_and_heal
     from headprune.formats.mla import convert_mla
 
-    config = build(
-        LatentConfig,
-        kv_bytes=kv_bytes,
-        rank=rank,
-        rope_dim=rope_dim,
-        calibration_tokens=calibration_tokens,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        seed=seed,
-    )
+    config = build(LatentConfig, locals())
     text = data_config(data, None, None)
     if heal_steps is None:
         return convert_mla(model, Path(output), config, text, overwrite, context)

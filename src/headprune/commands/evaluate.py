@@ -76,27 +76,7 @@ def evaluate(
     from headprune.result.card import rewrite_card
     from headprune.schemas.manifest import read_manifest
 
-    config = build(
-        EvaluateConfig,
-        tasks=tasks,
-        metrics=metrics,
-        max_new_tokens=max_new_tokens,
-        needle=needle,
-        speed=speed,
-        max_windows=max_windows,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        confidence=confidence,
-        resamples=resamples,
-        memory=memory,
-        decode_batches=decode_batches,
-        needle_lengths=needle_lengths,
-        needle_trials=needle_trials,
-        last_words=last_words,
-        passage_words=passage_words,
-        dtype=dtype,
-        seed=seed,
-    )
+    config = build(EvaluateConfig, locals())
     if card:
         read_manifest(Path(model))  # refuses a folder without a manifest early
     texts = domains(data)

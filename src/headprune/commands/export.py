@@ -47,5 +47,5 @@ def export(
         raise HeadpruneError("--like has no effect without --to gguf: give that, or leave it out.")
     from headprune.formats.export import export
 
-    config = build(ExportConfig, to=to, out_dtype=out_dtype, like=like, prove=prove)
+    config = build(ExportConfig, locals())
     return export(model, Path(output), config, overwrite, context)

@@ -75,23 +75,7 @@ def heal(
     """Train a cut or converted model to match the model it came from, on plain text."""
     from headprune.distillation.heal import heal
 
-    config = build(
-        HealConfig,
-        steps=steps,
-        train=train,
-        objective=objective,
-        optimizer=optimizer,
-        lora_rank=lora_rank,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        learning_rate=learning_rate,
-        bf16=bf16,
-        gradient_checkpointing=gradient_checkpointing,
-        out_dtype=out_dtype,
-        seed=seed,
-        save_every=save_every,
-        report_to=report_to,
-    )
+    config = build(HealConfig, locals())
     source = data_config(data, text_column, label_column, loss=Loss(loss))
     resuming = Resuming(overwrite=overwrite, resume=resume)
     return heal(model, teacher, source, Path(output), config, resuming, context)

@@ -46,5 +46,5 @@ def migrate(
     """Rewrite a folder whose heads transformers 4 pruned, so that transformers 5 loads it."""
     from headprune.result.prune import migrate
 
-    writing = build(Writing, overwrite=overwrite, out_dtype=out_dtype)
+    writing = build(Writing, locals())
     return migrate(model, Path(output), Dtype(dtype), writing, context)

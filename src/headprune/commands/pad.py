@@ -29,5 +29,5 @@ def pad(
     """Add heads that compute nothing, so that all divide by a number of GPUs."""
     from headprune.formats.export import export
 
-    config = build(ExportConfig, to="padded", multiple_of=multiple_of)
+    config = build(ExportConfig, locals(), to="padded")
     return export(model, Path(output), config, overwrite, context)

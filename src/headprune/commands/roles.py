@@ -67,20 +67,7 @@ def roles(
     from headprune.role.measure import roles
     from headprune.schemas.manifest import read_manifest
 
-    config = build(
-        RolesConfig,
-        sequences=sequences,
-        ablation_tokens=ablation_tokens,
-        trees=trees,
-        needle_lengths=needle_lengths,
-        attention=attention,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        confidence=confidence,
-        resamples=resamples,
-        dtype=dtype,
-        seed=seed,
-    )
+    config = build(RolesConfig, locals())
     if card:
         read_manifest(Path(model))  # refuses a folder without a manifest early
     source = data_config(data, text_column, label_column)

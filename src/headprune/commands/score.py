@@ -78,17 +78,7 @@ def score(
     from headprune.evidence.score import score
     from headprune.result.twins import refuse_unproven
 
-    config = build(
-        ScoreConfig,
-        criterion=criterion,
-        unit=unit,
-        attention=attention,
-        calibration_tokens=calibration_tokens,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        dtype=dtype,
-        seed=seed,
-    )
+    config = build(ScoreConfig, locals())
     folder = None if gates is None else Path(gates)
     source = o.data_at(data, text_column, label_column)
     return score(

@@ -87,32 +87,7 @@ def train_gates(
     from headprune.gates.train_gates import train_gates
     from headprune.result.twins import refuse_unproven
 
-    config = build(
-        TrainGatesConfig,
-        target_heads=target_heads,
-        l0_penalty=l0_penalty,
-        steps=steps,
-        unit=unit,
-        method=method,
-        train=train,
-        objective=objective,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        epochs=epochs,
-        gate_lr=gate_lr,
-        scale_lr=scale_lr,
-        weight_lr=weight_lr,
-        temperature=temperature,
-        init_log_alpha=init_log_alpha,
-        sparsity_warmup=sparsity_warmup,
-        finetune_fraction=finetune_fraction,
-        gradient_checkpointing=gradient_checkpointing,
-        attention=attention,
-        dtype=dtype,
-        seed=seed,
-        save_every=save_every,
-        report_to=report_to,
-    )
+    config = build(TrainGatesConfig, locals())
     source = data_config(data, text_column, label_column, loss=Loss(loss))
     resuming = Resuming(overwrite=overwrite, resume=resume)
     return train_gates(

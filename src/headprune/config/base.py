@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,14 +25,20 @@ class Settings(BaseModel):
         return kind(**{**shared, **values})
 
 
-def build(kind: type[Kind], **values: Any) -> Kind:
+def build(kind: type[Kind], call: Mapping[str, Any] | None = None, /, **values: Any) -> Kind:
     """Validate settings.
+
+    Args:
+        kind: Their class.
+        call: Values of a command, such as its ``locals()``: those that the class has are taken.
+        values: Others, which win.
 
     Raises:
         HeadpruneError: Naming the first unknown or invalid setting.
     """
+    shared = {name: value for name, value in (call or {}).items() if name in kind.model_fields}
     try:
-        return kind.model_validate(values)
+        return kind.model_validate(shared | values)
     except ValidationError as error:
         raise HeadpruneError(sentence(error, list(kind.model_fields))) from None
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -26,6 +29,8 @@ from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.records import Heads
 from headprune.tensors.shards import whole
 
+_WALKED: WeakKeyDictionary[PreTrainedModel, tuple[list[object], list[Attention]]]
+_WALKED = WeakKeyDictionary()
 _IDS = "headprune_ids"  # of an attention module: ids of its query and KV heads, from the manifest
 
 
@@ -56,11 +61,35 @@ def family_of(config: PreTrainedConfig) -> Family:
 def attention_of(model: PreTrainedModel) -> list[Attention]:
     """Return the attention modules of a model, first layer first.
 
+    A model is walked once, and again when it has been cut since.
+
     Raises:
         FamilyError: If its family is unknown, its row does not match, or it is spread so that
             its weights are not whole.
     """
     refuse_spread(model)
+    known = _WALKED.get(model)
+    if known is None or known[0] != _geometry(model, known[1]):
+        attentions = _walk(model)
+        _WALKED[model] = known = _geometry(model, attentions), attentions
+    return [replace(attention) for attention in known[1]]
+
+
+def _geometry(model: PreTrainedModel, attentions: Sequence[Attention]) -> list[object]:
+    """Return what a cut changes: modules, shapes, head counts and ids."""
+    present = dict(model.named_modules())
+    geometry: list[object] = [copy.deepcopy(getattr(model.config, "headprune", None))]
+    for attention in attentions:
+        own = vars(attention.module)
+        counts = {name: value for name, value in own.items() if type(value) is int}
+        geometry += [present.get(attention.path) is attention.module, counts, own.get(_IDS)]
+        for row in attention.projections:
+            weight = row.module.get_parameter("weight")
+            geometry += [present.get(row.path) is row.module, weight.shape]
+    return geometry
+
+
+def _walk(model: PreTrainedModel) -> list[Attention]:
     try:
         attentions = find_attention(model, family_of(model.config).for_runtime())
     except ValueError as error:

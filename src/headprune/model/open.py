@@ -126,11 +126,7 @@ class Model:
     @property
     def attentions(self) -> list[Attention]:
         """Its attention modules before any edit, first layer first; of ``net`` once loaded."""
-        net = self.any_net
-        found: tuple[PreTrainedModel, list[Attention]] | None = vars(self).get("_found")
-        if found is None or found[0] is not net:
-            vars(self)["_found"] = found = (net, attention_of(net))
-        return found[1]
+        return attention_of(self.any_net)
 
     @property
     def checkpoint_dtype(self) -> torch.dtype | None:
@@ -178,7 +174,6 @@ class Model:
         """Drop both nets: a writer spends them."""
         vars(self).pop("net", None)
         vars(self).pop("skeleton", None)
-        vars(self).pop("_found", None)
 
     @property
     def is_loaded(self) -> bool:
