@@ -83,7 +83,7 @@ def ratio(a: Callable[[], object], b: Callable[[], object], pairs: int) -> float
     """Return the median of the seconds of ``b`` over those of ``a``, timed in turn."""
     for work in (a, b):
         work()  # warm
-    return median(1 / seconds(a) * seconds(b) for _ in range(pairs))
+    return median(seconds(b) / seconds(a) for _ in range(pairs))
 
 
 def alternate_half(net: PreTrainedModel) -> Plan:
@@ -270,16 +270,15 @@ def query_heads(net: PreTrainedModel) -> int:
 def engines(models: list[Path], data: Path) -> None:
     """Run models in torch and in engines, timed in turn with the first in torch."""
     torch.set_num_threads(1)
-    original, tokenizer = from_pretrained(models[0], dtype="float32"), load_tokenizer(models[0])
-    batch: Any = {"input_ids": windows_of(models[0], data, 256, 2)}
-    output = "logits"
+    original = from_pretrained(models[0], dtype="float32")
     if task_of(original) == "features":
         lines = [line for line in data.read_text(encoding="utf-8").splitlines() if line.strip()]
-        batch, output = (
-            dict(tokenizer(lines[:32], padding=True, return_tensors="pt")),
-            "last_hidden_state",
-        )
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[..., None]
+        tokenizer = load_tokenizer(models[0])
+        batch = dict(tokenizer(lines[:32], padding=True, return_tensors="pt"))
+        output, mask = "last_hidden_state", batch["attention_mask"][..., None]
+    else:
+        batch = {"input_ids": windows_of(models[0], data, 256, 2)}
+        output, mask = "logits", torch.tensor(1)
     rows = []
     for model, engine in itertools.product(models, ("torch", *FORMATS)):
         net = from_pretrained(model, dtype="float32")

@@ -428,28 +428,34 @@ class Bench:
 class Similarities(Bench):
     """An encoder, and the similarities of sentences by it."""
 
+    seq_len = 256
+
     def _read(self, texts: Path) -> None:
         super()._read(texts)
         pairs = itertools.islice(csv.reader(STSB.read(texts).splitlines()), PASSAGES)
-        self._pairs = [text for row in pairs for text in row[:2]]
+        self._pairs = tuple(text for row in pairs for text in row[:2])
 
     def develop(self, made: Made) -> float:
         """Return what the correlation on sentences of EWT lacks of 1."""
-        return 1 - self.correlation(made, self._develop[1].splitlines()[: 2 * PASSAGES])
+        return 1 - self.correlation(made, tuple(self._develop[1].splitlines()[: 2 * PASSAGES]))
 
     def publish(self, made: Made, short: bool) -> dict[str, float]:
         """Return the correlation on pairs of STSb."""
         return {"similarity": self.correlation(made, self._pairs)}
 
-    def correlation(self, made: Made, sentences: list[str]) -> float:
+    def correlation(self, made: Made, sentences: tuple[str, ...]) -> float:
         """Return the correlation of all pairwise similarities with those of the original."""
-        original = Made(from_pretrained(self.model, dtype="float32"))
+        return similarity_correlation(self._embedded(made, sentences), self._original(sentences))
+
+    @cache  # noqa: B019  # one bench a run
+    def _original(self, sentences: tuple[str, ...]) -> Any:
+        return self._embedded(Made(from_pretrained(self.model, dtype="float32")), sentences)
+
+    def _embedded(self, made: Made, sentences: tuple[str, ...]) -> Any:
         examples = Examples([(text,) for text in sentences], None, True)
-        rows, vectors = tokenized_rows(examples, self.tokenizer, SHORT), []
-        for each in (made, original):
-            with _measured(each) as net:
-                vectors.append(embeddings(net, rows, self.tokenizer, 32))
-        return similarity_correlation(*vectors)
+        rows = tokenized_rows(examples, self.tokenizer, self.seq_len)
+        with _measured(made) as net:
+            return embeddings(net, rows, self.tokenizer, 32)
 
 
 class OwnText(Bench):
