@@ -150,9 +150,10 @@ def page(results: dict[str, str]) -> str:
     share = f"{len(proven)} of {len(proven) + len(others)}"
     return f"""# Model types that were tried
 
-`python scripts/docs/recognised_types.py` takes every type of transformers {transformers.__version__} that
-generates text, fills in masks or answers to images. It builds the default config, and proves a tiny
-twin: gated = cut = reloaded, with a cache, padded, and with a wrong cut that must fail.
+`python scripts/docs/recognised_types.py` takes every type of
+transformers {transformers.__version__} that generates text, fills in masks or answers to images. It
+builds the default config, and proves a tiny twin: gated = cut = reloaded, with a cache, padded, and
+with a wrong cut that must fail.
 
 {share} types with heads are proven. {len(FAMILIES)} types have a [row](families.md).
 These are recognised by structure:
