@@ -14,10 +14,15 @@ Perplexity is that of the published code: rows joined by two newlines, windows w
 mean over their predicted tokens. Tasks are run by lm-eval on files that are made of Brown: the last
 word of a passage, and its last sentence among four. Weights are cut in float32, and measured in
 bfloat16, as is the original.
+
+``measure: similarity`` is of encoders: the correlation of the similarities of sentences with those
+of the original, on pairs of STSb dev. ``measure: own_text`` is of causal models without a
+tokenizer: the perplexity of sequences that the original wrote, which also are its samples.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
 import hashlib
 import itertools
@@ -33,7 +38,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import typer
@@ -41,8 +46,14 @@ import yaml
 from datasets import Dataset
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -51,9 +62,11 @@ from headprune import from_pretrained
 from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig
 from headprune.data.batches import calibration
 from headprune.data.passages import passage_words, passages
-from headprune.data.read import read_examples
+from headprune.data.read import Examples, read_examples
+from headprune.data.sequences import tokenized_rows
 from headprune.data.text import evenly
-from headprune.evaluation.quality import causal_losses
+from headprune.evaluation.metrics import similarity_correlation
+from headprune.evaluation.quality import causal_losses, embeddings
 from headprune.evaluation.tasks import task_scores
 from headprune.evidence.recall import needed
 from headprune.model.answers import answered
@@ -68,8 +81,9 @@ SAMPLES = 3
 LONG, SHORT = 2_048, 128  # tokens of a window; the second is the habit of FLAP and LLM-Pruner
 WINDOWS = 20  # of 2,048 tokens, of texts that are not read whole
 PASSAGES = 400
-OURS = ("prune", "convert_gqa", "convert_mla")
+OURS = ("prune", "train_gates", "convert_gqa", "convert_mla")
 TOKENS, SEQ_LEN = 16_384, 512  # of calibration
+OWN = 64  # tokens of a sequence that a model writes; many end not much later
 
 console = Console(highlight=False)
 
@@ -119,6 +133,10 @@ WIKITEXT = Text(
 BROWN = Text(
     "brown/brown.txt.gz", "2711048c199c5c0dcd5205028129c4bb150dca48a9034c1502bbf4a13fddc819"
 )
+STSB = Text(
+    "stsb/stsb-en-dev.csv.gz", "d29586e96558c4eb52cf5ea5d14e9c24d3bf0e44f111b017caba43a5adc33226"
+)
+TEXTS = (VALID, EWT, WIKITEXT, BROWN, STSB)
 
 
 class Strict(BaseModel):
@@ -165,11 +183,13 @@ class Config(Strict):
     Attributes:
         model: Name.
         sha256: Digest of its weights.
+        measure: What is measured; see the top of this file.
         tasks: Whether to measure passage words and tasks too, half of the time.
     """
 
     model: str
     sha256: str
+    measure: Literal["text", "similarity", "own_text"] = "text"
     tasks: bool = True
     rows: tuple[Row, ...]
 
@@ -225,7 +245,7 @@ class Results(Strict):
         Raises:
             ProtocolError: If they are of other texts.
         """
-        texts = {text.file: text.sha256 for text in (VALID, EWT, WIKITEXT, BROWN)}
+        texts = {text.file: text.sha256 for text in TEXTS}
         if not RESULTS.exists():
             return cls(texts=texts)
         stored = cls.model_validate_json(RESULTS.read_text())
@@ -278,6 +298,8 @@ class Made:
 class Bench:
     """A model, the texts, and everything that is measured on them."""
 
+    seq_len: ClassVar[int] = SEQ_LEN
+
     def __init__(self, config: Config, model: str, texts: Path, work: Path) -> None:
         """Read texts and tokenizer.
 
@@ -288,14 +310,19 @@ class Bench:
         if not weights.exists() or _sha256(weights.read_bytes()) != config.sha256:
             raise ProtocolError(f"'{model}' is not the {config.model} of the protocol.")
         self.config, self.model, self.work = config, model, work
-        self.tokenizer = load_tokenizer(model)
+        self._read(texts)
+        self.tokenizer = load_tokenizer(self.model)
+
+    def _read(self, texts: Path) -> None:
         quarters = _quarters(VALID.read(texts))
-        self.calibration = [_written(work / f"sample{k}.txt", quarters[k]) for k in range(SAMPLES)]
+        self.calibration = [
+            _written(self.work / f"sample{k}.txt", quarters[k]) for k in range(SAMPLES)
+        ]
         self._develop = (quarters[SAMPLES], _sentences_of(EWT.read(texts)))
         self.wikitext = _as_published(WIKITEXT.read(texts))
         lines = [line for line in BROWN.read(texts).splitlines() if not line.startswith("###")]
         self.brown = "\n".join(lines)
-        self._tasks = _tasks(lines, work)
+        self._tasks = _tasks(lines, self.work)
 
     def develop(self, made: Made) -> float:
         """Return the mean loss on the development texts, in nats."""
@@ -357,7 +384,7 @@ class Bench:
         if row.method == "original":
             return Made(net)
         settings, text = {**row.settings, **more}, str(self.calibration[sample])
-        amount = CalibrationConfig(calibration_tokens=TOKENS, seq_len=SEQ_LEN)
+        amount = CalibrationConfig(calibration_tokens=TOKENS, seq_len=self.seq_len)
         some = calibration(net, self.tokenizer, DataConfig(source=text), amount, "bench").fit
         if row.method in CUTTERS:
             gates, context = CUTTERS[row.method](net, attention_of(net), settings["keep"], some)
@@ -373,7 +400,7 @@ class Bench:
         shutil.rmtree(folder, ignore_errors=True)  # a run that was killed left some
         folder.mkdir()
         out, scores = folder / "out", folder / "scores"
-        amount: dict[str, Any] = {"calibration_tokens": TOKENS}
+        amount: dict[str, Any] = {"calibration_tokens": TOKENS, "seq_len": self.seq_len}
         if row.method == "prune":
             own: dict[str, Any] = {
                 name: value for name, value in settings.items() if name in ("unit", "criterion")
@@ -381,6 +408,10 @@ class Bench:
             of_cut = {n: value for n, value in settings.items() if n not in own}
             headprune.score(self.model, scores, data=text, **own, **amount)
             headprune.prune(self.model, out, scores=scores, **of_cut)
+        elif row.method == "train_gates":
+            of_cut = {"refit": text} if settings.pop("refit", False) else {}
+            headprune.train_gates(self.model, scores, data=text, **settings)
+            headprune.prune(self.model, out, gates=scores, layout="ragged", **of_cut)
         elif row.method == "convert_gqa":
             given: dict[str, Any] = {"calibrate": text, **amount}
             if settings.get("merge") == "mean":
@@ -392,6 +423,88 @@ class Bench:
             cut = out.rename(folder / "cut")
             headprune.heal(cut, out, teacher=self.model, data=text, steps=steps)
         return out
+
+
+class Similarities(Bench):
+    """An encoder, and the similarities of sentences by it."""
+
+    seq_len = 256
+
+    def _read(self, texts: Path) -> None:
+        super()._read(texts)
+        pairs = itertools.islice(csv.reader(STSB.read(texts).splitlines()), PASSAGES)
+        self._pairs = tuple(text for row in pairs for text in row[:2])
+
+    def develop(self, made: Made) -> float:
+        """Return what the correlation on sentences of EWT lacks of 1."""
+        return 1 - self.correlation(made, tuple(self._develop[1].splitlines()[: 2 * PASSAGES]))
+
+    def publish(self, made: Made, short: bool) -> dict[str, float]:
+        """Return the correlation on pairs of STSb."""
+        return {"similarity": self.correlation(made, self._pairs)}
+
+    def correlation(self, made: Made, sentences: tuple[str, ...]) -> float:
+        """Return the correlation of all pairwise similarities with those of the original."""
+        return similarity_correlation(self._embedded(made, sentences), self._original(sentences))
+
+    @cache  # noqa: B019  # one bench a run
+    def _original(self, sentences: tuple[str, ...]) -> Any:
+        return self._embedded(Made(from_pretrained(self.model, dtype="float32")), sentences)
+
+    def _embedded(self, made: Made, sentences: tuple[str, ...]) -> Any:
+        examples = Examples([(text,) for text in sentences], None, True)
+        rows = tokenized_rows(examples, self.tokenizer, self.seq_len)
+        with _measured(made) as net:
+            return embeddings(net, rows, self.tokenizer, 32)
+
+
+class OwnText(Bench):
+    """A causal model without a tokenizer, and sequences that it wrote as numbers."""
+
+    seq_len = OWN
+
+    def _read(self, texts: Path) -> None:
+        self.model = str(_with_numbers(Path(self.model), self.work / "with-numbers"))
+        net = from_pretrained(self.model, dtype="float32")
+        *samples, self._development, self._own = (own_text(net, k) for k in range(SAMPLES + 2))
+        self.calibration = [
+            _written(self.work / f"own{k}.txt", text) for k, text in enumerate(samples)
+        ]
+
+    def develop(self, made: Made) -> float:
+        """Return the mean loss on other sequences, in nats."""
+        with _measured(made) as net:
+            return self.nll(net, self._development, OWN)
+
+    def publish(self, made: Made, short: bool) -> dict[str, float]:
+        """Return the perplexity of sequences that no row has seen."""
+        with _measured(made) as net:
+            return {"own_text": math.exp(self.nll(net, self._own, OWN))}
+
+
+BENCHES = {"text": Bench, "similarity": Similarities, "own_text": OwnText}
+
+
+def own_text(net: PreTrainedModel, seed: int, count: int = TOKENS // OWN * 5 // 4) -> str:
+    """Return sequences that a causal model writes, those that do not end early: a line each."""
+    torch.manual_seed(seed)
+    start, lines = torch.full((512, 1), net.config.bos_token_id), list[str]()
+    while len(lines) < count:
+        how = {"do_sample": True, "max_new_tokens": OWN - 1, "top_k": 0}
+        ids = net.generate(start, attention_mask=torch.ones_like(start), **how)
+        ended = (ids == net.config.eos_token_id).any(1)
+        lines += [" ".join(map(str, row)) for row in ids[~ended].tolist() if len(row) == OWN]
+    return "\n".join(lines[:count])
+
+
+def _with_numbers(model: Path, folder: Path) -> Path:
+    """Copy a model without a tokenizer beside one whose words are the numbers of tokens."""
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    words = Tokenizer(models.WordLevel({str(n): n for n in range(size)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
 
 
 def _even_widths(
@@ -507,7 +620,7 @@ def measure(
     """Measure the rows that are not in results.json yet."""
     table, rows = config.stem, read_config(config)
     results = Results.read()
-    bench = Bench(rows, model, texts, work)
+    bench = BENCHES[rows.measure](rows, model, texts, work)
     wanted = rows.rows if row is None else [rows.named(row)]
     todo = [
         (one, sample)
@@ -555,6 +668,8 @@ _COLUMNS = {
     "passage_words": ("passage words", True),
     "last_word": ("last words", True),
     "endings": ("endings", True),
+    "similarity": ("similarity", True),
+    "own_text": ("own text", False),
 }
 _MARK = re.compile(r"(<!-- protocol: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""The benchmark of GPUs runs without one, and the docs hold what it wrote and nothing else.
+"""The docs hold what the benchmarks wrote, and name commands that exist.
 
 Where others cut, the heads that are left make up for it, and the model is as it was afterwards.
 """
@@ -25,48 +25,35 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """scripts/bench_gpu.py as a module."""
+    """scripts/bench.py as a module."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
-    import bench_gpu
+    import bench
 
-    return bench_gpu
-
-
-@pytest.mark.slow
-def test_every_measurement_is_made(bench: Any, tmp_path: Path) -> None:
-    bench.main(["tiny"], 10.0, tmp_path / "gpu.md")
-    page = (tmp_path / "gpu.md").read_text()
-    rows = re.findall(r"^\| (\S.*?) \| (\S*) \| (.*?) \| (.*) \|$", page, re.MULTILINE)
-    assert page.startswith(bench.TOP)
-    assert len(rows) == 21
-    for what, seconds, peak, note in rows:
-        assert seconds or note, what
-        assert not peak, what  # a CPU says none
-        assert "failed" not in note and "out of" not in note, (what, note)
-    assert len({what for what, *_ in rows}) == len(rows)
+    return bench
 
 
-def test_what_does_not_come_to_pass_is_told(bench: Any) -> None:
-    import torch
+def test_pages_name_commands_that_exist(bench: Any) -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"scripts/[\w/]+\.py", text))
+    assert named and all((ROOT / script).is_file() for script in named)
+    tables = re.findall(r"protocol\.py measure (configs/\S+)", text)
+    assert tables and all((ROOT / table).is_file() for table in tables)
+    commands = {one.name or one.callback.__name__ for one in bench.app.registered_commands}
+    commands = {name.replace("_", "-") for name in commands}
+    assert set(re.findall(r"bench\.py ([a-z][\w-]*)", text)) == commands
 
-    def full() -> None:
-        raise torch.OutOfMemoryError("no room")
 
-    def broken() -> None:
-        raise ValueError("why\nmore")
-
-    table = bench.Table("tiny", float("inf"), torch.device("cpu"))
-    assert table.measure("fits", lambda: "well") is not None
-    assert table.measure("full", full) is None
-    assert table.measure("broken", broken) is None
-    late = bench.Table("tiny", 0.0, torch.device("cpu"))
-    assert late.measure("late", broken) is None
-    assert table.rows[0].endswith("|  | well |")
-    assert table.rows[1:] == [
-        "| full |  |  | out of memory |",
-        "| broken |  |  | failed: ValueError: why |",
-    ]
-    assert late.rows == ["| late |  |  | not begun: out of time |"]
+def test_benchmarks_without_a_protocol(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.check(sizes="3,30", seeds=2)
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 2 + 2 * len(bench.SYNTHETIC)
+    assert all(sum(map(int, row.strip("| ").split(" | ")[3:])) == 2 for row in rows[2:])
+    net = tiny.model("llama-gqa")
+    counts = [attention.kv_heads for attention in attention_of(net)]
+    size = attention_of(net)[0].query_heads // counts[0]
+    kept = [len(part.keep) // size for part in bench.alternate_half(net).attentions.values()]
+    assert kept == [(count + layer % 2) // 2 for layer, count in enumerate(counts)]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +153,25 @@ def test_the_tables_of_pages_are_those_of_the_results(protocol: Any) -> None:
         row.chosen_of(some)
     assert protocol.rendered("<!-- protocol: smollm2-heads -->\nold\n<!-- end -->", results) != (
         "<!-- protocol: smollm2-heads -->\nold\n<!-- end -->"
+    )
+
+
+def test_a_model_without_a_tokenizer_reads_what_it_wrote(protocol: Any, tmp_path: Path) -> None:
+    tiny.model("gpt2").save_pretrained(tmp_path / "model")
+    folder = protocol._with_numbers(tmp_path / "model", tmp_path / "with-numbers")
+    net, tokenizer = protocol.from_pretrained(folder), protocol.load_tokenizer(str(folder))
+    lines = [protocol.own_text(net, seed, count=3).splitlines() for seed in (0, 0, 1)]
+    assert lines[0] == lines[1] != lines[2]
+    for line in lines[0]:
+        ids = tokenizer(line)["input_ids"]
+        assert line == " ".join(map(str, ids)) and len(ids) == protocol.OWN
+        assert ids[0] == net.config.bos_token_id and net.config.eos_token_id not in ids
+    # windows are sequences, whether of one or of all lines
+    bench = object.__new__(protocol.OwnText)
+    bench.tokenizer = tokenizer
+    one_by_one = [bench.nll(net, line, protocol.OWN) for line in lines[0]]
+    assert bench.nll(net, "\n".join(lines[0]), protocol.OWN) == pytest.approx(
+        sum(one_by_one) / len(one_by_one)
     )
 
 

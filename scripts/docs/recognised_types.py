@@ -1,6 +1,6 @@
 """Try every model type of transformers on a tiny twin, and write docs/reference/recognised.md.
 
-    python scripts/try_families.py [TYPE ...]
+    python scripts/docs/recognised_types.py [TYPE ...]
 
 Every type that generates text, fills in masks or answers to images is built from its default
 config. Its heads are recognised, gated, cut and read back; a wrong cut must fail. With names, only
@@ -28,7 +28,7 @@ from headprune.model.attention import attention_of
 from headprune.model.skeleton import without_weights
 from headprune.result.twins import prove
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "recognised.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "recognised.md"
 TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT")
 SECONDS = 90  # for one type
 # for settings that some classes leave at None
@@ -150,9 +150,10 @@ def page(results: dict[str, str]) -> str:
     share = f"{len(proven)} of {len(proven) + len(others)}"
     return f"""# Model types that were tried
 
-`python scripts/try_families.py` takes every type of transformers {transformers.__version__} that
-generates text, fills in masks or answers to images. It builds the default config, and proves a tiny
-twin: gated = cut = reloaded, with a cache, padded, and with a wrong cut that must fail.
+`python scripts/docs/recognised_types.py` takes every type of
+transformers {transformers.__version__} that generates text, fills in masks or answers to images. It
+builds the default config, and proves a tiny twin: gated = cut = reloaded, with a cache, padded, and
+with a wrong cut that must fail.
 
 {share} types with heads are proven. {len(FAMILIES)} types have a [row](families.md).
 These are recognised by structure:
