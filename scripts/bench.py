@@ -144,7 +144,7 @@ def windows_of(model: Path, data: Path, length: int, count: int) -> Tensor:
 @app.command()
 def gate_step(model: Path, data: Path, pairs: int = 7) -> None:
     """Time a step of gate training over a forward and backward pass of the frozen model."""
-    steps = gate_steps(from_pretrained(model), windows_of(model, data, 512, 2))
+    steps = gate_steps(from_pretrained(model, dtype="float32"), windows_of(model, data, 512, 2))
     print(table([{"": "gate step / plain step", "times": ratio(*steps, pairs)}]))
 
 
