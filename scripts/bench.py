@@ -144,7 +144,7 @@ def windows_of(model: Path, data: Path, length: int, count: int) -> Tensor:
 @app.command()
 def gate_step(model: Path, data: Path, pairs: int = 7) -> None:
     """Time a step of gate training over a forward and backward pass of the frozen model."""
-    steps = gate_steps(from_pretrained(model), windows_of(model, data, 512, 2))
+    steps = gate_steps(from_pretrained(model, dtype="float32"), windows_of(model, data, 512, 2))
     print(table([{"": "gate step / plain step", "times": ratio(*steps, pairs)}]))
 
 
@@ -208,14 +208,14 @@ def large(
         with tempfile.TemporaryDirectory() as home:
             model, out = Path(home, "model"), Path(home, "out")
             size = f"{write_llama(model, count, width) / 1e9:.2f} GB"
-            commands = {
+            commands: dict[str, list[object]] = {
                 "inspect": [],
                 "prune --config proof=tensors": [out, "--plan", model / "half.json"],
                 "export --to gguf --config prove=read-back": [out],
             }
             for name, more in commands.items():
                 command, *options = name.split()
-                given = [command, model, *more, *options, *["--overwrite"] * bool(more)]
+                given = [command, model, *more, *options, *(["--overwrite"] if more else [])]
                 runs = []
                 for _ in range(rounds):
                     os.sync()  # what one writes waits for no other
@@ -622,10 +622,8 @@ def digits(folder: Path, seeds: int = 3, epochs: int = 40, steps: int = 200) -> 
             sizes: dict[str, Any] = {"steps": steps, "batch_size": 32, "seed": seed}
             headprune.train_gates(model, gates, data=data, target_heads=keep, **sizes)
             for name in ("compensated", "random", "gates"):
-                cut, how = folder / f"cut-{name}{keep}-{seed}", {}
-                if name == "gates":
-                    how = {"gates": gates}
-                else:
+                cut, how = folder / f"cut-{name}{keep}-{seed}", dict[str, Any](gates=gates)
+                if name != "gates":
                     how = {"scores": folder / f"{name}{seed}", "keep": keep, "layout": "ragged"}
                 headprune.prune(model, cut, **how)
                 accuracy(f"{keep:.0%}, {name}", cut)
