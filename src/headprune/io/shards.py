@@ -101,6 +101,12 @@ class Piece:
     computed: torch.dtype
     dtype: torch.dtype
 
+    @classmethod
+    def whole(cls, name: str, source: StoredTensor) -> Piece:
+        """Return a tensor of a file as it is."""
+        dtype = SAFETENSORS[source.dtype]
+        return cls(name, name, source, None, dtype, dtype)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
@@ -141,6 +147,19 @@ class Piece:
                 part = replace(kept, indices=kept.indices[rows], scale=kept.scale[rows])
             done += len(block)
             yield block if self.copied else self._written(block, part)
+
+    def read(self) -> Tensor:
+        """Return all of it.
+
+        Raises:
+            CheckpointError: As for ``blocks``.
+        """
+        read, done = torch.empty(self.shape, dtype=self.dtype), 0
+        rows = read if self.shape else read[None]
+        for block in self.blocks():
+            rows[done : done + len(block)] = block
+            done += len(block)
+        return read
 
     def _written(self, block: Tensor, part: IndexMap | None) -> Tensor:
         """Return rows cut, and scaled in float32 at least."""
