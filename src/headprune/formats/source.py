@@ -79,7 +79,7 @@ class ExportSource:
         return net
 
     def on_disk(self) -> tuple[list[Piece], list[str]]:
-        """Return all tensors on disk, and the names of those that the folder lacks.
+        """Return all tensors on disk, and the names of missing ones.
 
         They include tensors that transformers fuses or splits when it loads them.
         """

@@ -153,7 +153,7 @@ class _Result:
 
 @dataclass(frozen=True)
 class _Proven:
-    """A folder that was read back; fields as of the manifest."""
+    """The proof of a folder; fields as of the manifest."""
 
     tensor_proof: TensorProof
     weight_bytes: tuple[int, int]
@@ -383,7 +383,7 @@ def _save(
 
 
 def _conclude(result: _Result, folder: Path, context: Context) -> _Proven:
-    """Read a folder back, and compare it with its source and what was expected.
+    """Read a folder back, and compare it with its source and the expected outputs.
 
     Raises:
         ProofError: If it differs.
