@@ -124,11 +124,11 @@ def _locked(work: Path, place: Path) -> BufferedWriter:
             f"'{work}' lies where the output would be made, and headprune did not make it. Move it "
             "away, or choose another output."
         )
-    with suppress(FileNotFoundError):  # its last writer removes the folder
+    with suppress(FileNotFoundError):  # as its last writer removes it
         mark = (work / _MARK).open("ab")
         with suppress(BlockingIOError):
             fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(mark.fileno()).st_nlink:  # else its last writer has removed it
+            if (work / _MARK).exists():
                 return mark
         mark.close()
     raise CheckpointError(
