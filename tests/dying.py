@@ -15,8 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headprune.io import writing
-from headprune.io.outputs import claimed, whole_folder
-from headprune.io.writing import write_whole
+from headprune.io.outputs import claimed, whole_folder, write_whole
 
 FILES = ("scores.json", "scores.safetensors")
 

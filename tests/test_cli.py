@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -312,6 +313,10 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (unknown, "Model type 'mamba' is not in headprune's table"),
         (tmp_path / "none", "has no config.json"),
         (tmp_path / "missing", "is neither a folder nor a hub id"),
+        (
+            shutil.copytree(unknown, tmp_path / "\udcff"),
+            "is no UTF-8, and safetensors opens no such",
+        ),
     ):
         code, _, err = run(capsys, "inspect", folder)
         assert (code, message in err) == (2, True), err

@@ -20,7 +20,7 @@ from headprune.errors import CheckpointError
 from headprune.io import ownership, writing
 from headprune.io.figures import curve, save
 from headprune.io.outputs import claimed, claimed_file, refuse_foreign, whole_folder
-from headprune.io.writing import reserved, write_whole
+from headprune.io.writing import abandoned, beside, reserved, work_folder, write_whole
 from tests import tiny
 from tests.dying import FILES, state, write
 from tests.marks import slow_unless
@@ -116,16 +116,21 @@ def test_a_folder_in_which_a_run_died_before_it_wrote_anything_is_empty(tmp_path
         pass
 
 
-def test_ctrl_c_while_a_place_is_made_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["_locked", "_emptied", "_release"])
+@pytest.mark.parametrize("late", [False, True])
+def test_ctrl_c_while_a_place_is_made_or_cleared_leaves_nothing(
+    late: bool, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = writing._emptied
+    do, interrupts = getattr(writing, moment), [None]
 
-    def interrupted(*about: Any) -> None:
-        made(*about)
-        raise KeyboardInterrupt
+    def interrupted(*about: Any) -> object:
+        done = do(*about) if late else None
+        if interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+        return done if late else do(*about)
 
-    monkeypatch.setattr(writing, "_emptied", interrupted)
+    monkeypatch.setattr(writing, moment, interrupted)
     with pytest.raises(KeyboardInterrupt), reserved(tmp_path / "a" / "out") as new:
         new.write_text("half")
     assert (names(tmp_path), writing._held) == ([], set())
@@ -193,8 +198,10 @@ def test_of_two_writers_one_is_refused_until_the_other_ends(tmp_path: Path) -> N
         for name in (out, tmp_path / "link" / "out"):  # the same by whatever name
             with pytest.raises(CheckpointError, match="Another process is writing"):
                 write(name, 1)
+        assert not abandoned(tmp_path / ".out.partial")
         other.kill()
         other.wait()
+        assert abandoned(tmp_path / ".out.partial")
         write(out, 1)
     assert (state(out), names(tmp_path)) == (1, ["link", "out"])
 
@@ -222,6 +229,18 @@ def test_what_others_put_where_it_would_be_made_is_not_touched(inside: str, tmp_
 
 
 # ------------------------------------------------------------- names and links
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "ä" * 127, "n" * 246])
+def test_the_longest_names_will_do(name: str, tmp_path: Path) -> None:
+    write(tmp_path / name, 1)
+    write(tmp_path / name, 2)
+    write_whole(tmp_path / "sub" / name, "x")
+    assert (state(tmp_path / name), names(tmp_path)) == (2, sorted([name, "sub"]))
+    twins = [work_folder(tmp_path / (name[:-1] + last)) for last in "ab"]
+    assert twins[0] != twins[1]
+    assert all(len(os.fsencode(twin.name)) <= 255 for twin in twins)
+    assert len(os.fsencode(beside(tmp_path / name, "{}-checkpoints").name)) <= 255
 
 
 def test_too_long_a_name_is_refused_at_once(tmp_path: Path) -> None:
@@ -254,14 +273,20 @@ def test_nothing_is_written_through_a_link(to: str, tmp_path: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p != link} == before
 
 
-def test_a_work_folder_is_no_link(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
+@pytest.mark.parametrize("name", ["", "new", "old", "headprune-at-work"])
+def test_a_work_folder_with_links_is_none(name: str, tmp_path: Path) -> None:
+    work, mine = tmp_path / ".out.partial", tmp_path / "mine"
     mine.mkdir()
     (mine / "headprune-at-work").write_text("mine")
-    (tmp_path / ".out.partial").symlink_to(mine)
+    if name:
+        work.mkdir()
+        (work / "headprune-at-work").touch()
+        (work / name).unlink(missing_ok=True)
+    (work / name).symlink_to(mine / name if name == "headprune-at-work" else mine)
     with pytest.raises(CheckpointError, match="headprune did not make it"):
         write(tmp_path / "out", 1)
-    assert (mine / "headprune-at-work").read_text() == "mine"
+    assert names(mine) == ["headprune-at-work"]
+    assert (mine / "headprune-at-work").read_text() == "mine" and (work / name).is_symlink()
 
 
 def test_on_a_full_disk_an_old_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,7 +485,7 @@ def test_no_command_writes_a_file_over_an_input_or_a_strangers(
         f"{M}/config.json": "headprune did not write it",
         "mine.txt": "headprune did not write it",
         "folder": "is no file",
-        "mine.txt/report": "Could not write",
+        "mine.txt/report": "cannot be made",
     }.items():
         code, _, err = run(capsys, *line.replace("OUT", output).split())
         assert (code, found in err) == (2, True), (output, err)
@@ -518,6 +543,15 @@ def test_a_users_files_beside_an_output_are_kept(
     assert all(path.read_text() == "x" for path in mine)
     assert not (work / "checkpoints/checkpoint-1").exists()
     assert not (tmp_path / ".out.partial").exists()
+
+
+def test_an_output_folder_that_safetensors_cannot_open_is_refused_at_once(tmp_path: Path) -> None:
+    strange = tmp_path / "\udcff"
+    with pytest.raises(CheckpointError, match="is no UTF-8"), claimed(strange, overwrite=False):
+        strange.mkdir()
+    assert not strange.exists()
+    with claimed(tmp_path / "é", overwrite=False):
+        pass
 
 
 READERS = [["model"], ["model", "--json"], ["no"]]

@@ -166,7 +166,7 @@ def test_what_the_main_process_cannot_do_ends_all(folder: Path) -> None:
     (folder / "taken" / "note").write_text("mine")
     done = launched(folder, "train-gates", "model", "--target-heads", "0.5", "taken")
     assert done.returncode != 0
-    assert "error: The output 'taken' already exists" in done.stderr
+    assert "error: The output folder 'taken' already exists" in done.stderr
     assert "headprune/app.py" not in done.stderr  # no traceback of ours
     assert [path.name for path in (folder / "taken").iterdir()] == ["note"]
 

@@ -19,7 +19,7 @@ from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanErr
 from headprune.io.folders import refuse_links
 from headprune.io.outputs import Input, claimed, place_of
 from headprune.io.parsing import read_yaml
-from headprune.io.writing import beside, is_work_folder, real, refuse_link, write_whole
+from headprune.io.writing import abandoned, beside, real, refuse_link, write_whole
 from headprune.placements import in_shards
 
 CONFIG, HISTORY, CHECKPOINTS = "config.yaml", "history.jsonl", "checkpoints"
@@ -124,7 +124,7 @@ class Run:
         with suppress(OSError):
             (self.folder / CONFIG).unlink(missing_ok=True)
             (self.folder / HISTORY).unlink(missing_ok=True)
-            left = filter(is_work_folder, self.folder.iterdir())  # by a killed run
+            left = filter(abandoned, self.folder.iterdir())  # by a killed run
             for folder in [*left, *self.checkpoints.glob("checkpoint-*")]:
                 shutil.rmtree(folder, ignore_errors=True)
         for folder in (self.checkpoints, self.folder):
@@ -134,7 +134,7 @@ class Run:
     def _refuse_foreign(self) -> None:
         if not self.folder.is_dir():
             return
-        inside = [path for path in self.folder.iterdir() if not is_work_folder(path)]
+        inside = [path for path in self.folder.iterdir() if not abandoned(path)]
         if foreign := {path.name for path in inside} - {HISTORY, CHECKPOINTS}:
             raise CheckpointError(
                 f"'{self.folder}' is the place of checkpoints, and it holds '{min(foreign)}'. Move "

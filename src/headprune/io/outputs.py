@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import reduce, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -19,15 +19,17 @@ from safetensors import SafetensorError
 from headprune.errors import CheckpointError
 from headprune.io.ownership import FileKind, foreign, is_one_piece, part_of
 from headprune.io.writing import (
+    abandoned,
     is_reserved,
     is_there,
-    is_work_folder,
     put,
     real,
     refuse_link,
+    refuse_strange_name,
     reserved,
     write_error,
 )
+from headprune.io.writing import write_whole as write_whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 Input = str | Path | None
@@ -48,8 +50,9 @@ def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterat
             written there.
     """
     place = real(path)
-    refuse_link(place)
-    if os.path.isfile(place):  # noqa: PTH113  # False where a name is too long
+    refuse_strange_name(path)
+    _refuse_unwritable(path, place)
+    if place.is_file():
         raise CheckpointError(f"The output '{path}' is a file; give a folder name.")
     if Path.cwd().resolve().is_relative_to(place):
         raise CheckpointError(
@@ -61,8 +64,11 @@ def claimed(path: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Iterat
     with reserved(place):
         if not looked_at:
             content = place.iterdir() if place.is_dir() else ()
-            if not overwrite and not all(map(is_work_folder, content)):
-                raise _exists(path)
+            if not overwrite and not all(abandoned(entry) for entry in content):
+                raise CheckpointError(
+                    f"The output folder '{path}' already exists. Choose another one, or replace it "
+                    "with --overwrite."
+                )
             refuse_foreign(path)
         yield
 
@@ -84,7 +90,7 @@ def claimed_file(
             not be replaced; if another process is writing it, or nothing can be written there.
     """
     place = real(path)
-    refuse_link(place)
+    _refuse_unwritable(path, place)
     if os.path.lexists(place) and not place.is_file():
         raise CheckpointError(f"The output '{path}' is no file; give the name of one.")
     for name, source in _places(inputs):
@@ -94,19 +100,16 @@ def claimed_file(
             )
     with reserved(place):
         if place.exists() and not overwrite:
-            raise _exists(path)
+            raise CheckpointError(
+                f"The output '{path}' already exists. Choose another one, or replace it with "
+                "--overwrite."
+            )
         if place.exists() and not is_ours(place):
             raise CheckpointError(
                 f"'{path}' exists, and headprune did not write it; move it away, or choose another "
                 "output."
             )
         yield
-
-
-def _exists(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"The output '{path}' already exists. Choose another one, or replace it with --overwrite."
-    )
 
 
 def claims_output(*inputs: str, kind: FileKind | None = None) -> Callable[[F], F]:
@@ -205,3 +208,18 @@ def _places(inputs: Sequence[Input]) -> Iterator[tuple[Input, Path]]:
     for name in inputs:
         if name is not None and is_there(name):
             yield name, real(Path(name), through=True)
+
+
+def _refuse_unwritable(path: Path, place: Path) -> None:
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            place.lstat()  # fails where the name is too long
+        refuse_link(place)
+        above = next(parent for parent in place.parents if parent.exists())
+        writable = above.is_dir() and os.access(above, os.W_OK)
+    except OSError as error:
+        raise write_error(path, error) from error
+    if not writable:
+        raise CheckpointError(
+            f"The output '{path}' cannot be made: '{above}' is no folder that can be written to."
+        )

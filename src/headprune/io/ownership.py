@@ -16,7 +16,7 @@ from typing import Any
 
 from headprune.errors import CheckpointError
 from headprune.io.parsing import read_json, read_yaml
-from headprune.io.writing import is_work_folder
+from headprune.io.writing import abandoned
 from headprune.runtime import MANIFEST
 
 EXPORTED = "export.json"
@@ -138,13 +138,13 @@ def _parts(folder: Path) -> list[str]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Return all files and links in order, without work folders."""
+    """Return all files and links in order, without leftovers of a killed run."""
 
     def unreadable(error: OSError) -> None:
         raise CheckpointError(f"'{folder}' cannot be read through: {error}.")
 
     for place, folders, files in os.walk(folder, onerror=unreadable):
-        folders[:] = sorted(name for name in folders if not is_work_folder(Path(place) / name))
+        folders[:] = sorted(name for name in folders if not abandoned(Path(place) / name))
         links = [name for name in folders if (Path(place) / name).is_symlink()]
         yield from (Path(place) / name for name in sorted([*files, *links]))
 

@@ -13,18 +13,23 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
+import hashlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedWriter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headprune.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
 _NEW, _OLD, _MARK = "new", "old", "headprune-at-work"
+_LONGEST = 255  # bytes in a name
 _held: set[Path] = set()  # outputs that this process writes
 
 
@@ -54,20 +59,24 @@ def real(path: Path, through: bool = False) -> Path:
 
 
 def beside(path: Path, form: str) -> Path:
-    """Return a sibling of a path; ``form`` is its name, with ``{}`` for that of ``path``."""
-    return path.with_name(form.format(path.name))
+    """Return a sibling of a path, its name shortened if it is too long.
+
+    Args:
+        path: The file or folder.
+        form: The name of the sibling, with ``{}`` for that of ``path``.
+    """
+    name = form.format(path.name)
+    excess = len(os.fsencode(name)) - _LONGEST
+    if excess > 0:
+        digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
+        start = os.fsencode(path.name)[: -excess - len(digest) - 1].decode(errors="ignore")
+        name = form.format(f"{start}-{digest}")
+    return path.with_name(name)
 
 
 def work_folder(place: Path) -> Path:
     """Return the hidden folder beside an output."""
     return beside(real(place), ".{}.partial")
-
-
-def is_work_folder(work: Path) -> bool:
-    """Return whether a folder is one that ``reserved`` made, of a killed process or one at work."""
-    if work.is_symlink() or not work.is_dir() or not work.name.endswith(".partial"):
-        return False
-    return {_MARK} <= {path.name for path in work.iterdir()} <= {_NEW, _OLD, _MARK}
 
 
 def is_reserved(place: Path) -> bool:
@@ -95,45 +104,56 @@ def reserved(place: Path) -> Iterator[Path]:
     if place in _held:
         yield _emptied(work, place)
         return
-    made = [work, *(parent for parent in work.parents if not is_there(parent))]
-    mark = None
+    missing = [parent for parent in work.parents if not is_there(parent)]
+    lock = _lock_of(work)
     try:
         try:
-            mark = _locked(work, place)
+            _locked(lock, work, place)
             _held.add(place)
             new = _emptied(work, place)
         except OSError as error:
             raise write_error(place, error) from error
         yield new
     finally:
-        if mark is not None:
-            _clear(work, place)
-            _held.discard(place)
-            fcntl.flock(mark, fcntl.LOCK_UN)  # children that forked hold it open, too
-            mark.close()
-        for folder in made:
-            with suppress(OSError):  # it is another's, or holds the output
-                folder.rmdir()
+        try:
+            _release(lock, work, place, missing)
+        except KeyboardInterrupt:
+            _release(lock, work, place, missing)
+            raise
 
 
-def _locked(work: Path, place: Path) -> BufferedWriter:
-    """Make a work folder, and return its mark, open and locked."""
+def _lock_of(work: Path) -> BaseFileLock:
+    from filelock import FileLock  # late: it is slow to import, and --help needs none
+
+    return FileLock(work / _MARK, timeout=0)
+
+
+def _locked(lock: BaseFileLock, work: Path, place: Path) -> None:
+    from filelock import Timeout
+
     work.mkdir(parents=True, exist_ok=True)
-    if work.is_symlink() or (any(work.iterdir()) and not is_work_folder(work)):
+    if work.is_symlink() or (any(work.iterdir()) and not _is_work_folder(work)):
         raise CheckpointError(
             f"'{work}' lies where the output would be made, and headprune did not make it. Move it "
             "away, or choose another output."
         )
-    with suppress(FileNotFoundError):  # as its last writer removes it
-        mark = (work / _MARK).open("ab")
-        with suppress(BlockingIOError):
-            fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (work / _MARK).exists():
-                return mark
-        mark.close()
+    with suppress(Timeout, FileNotFoundError):  # the latter as its last writer removes it
+        lock.acquire()
+        if (work / _MARK).exists():
+            return
     raise CheckpointError(
         f"Another process is writing '{place}'. Wait for it, or choose another output."
     )
+
+
+def _is_work_folder(work: Path) -> bool:
+    named = re.fullmatch(r"\..+\.partial", work.name, re.DOTALL)
+    with suppress(OSError):
+        inside = [*work.iterdir()]
+        links = any(path.is_symlink() for path in (work, *inside))
+        names = {path.name for path in inside}
+        return bool(named) and not links and {_MARK} <= names <= {_NEW, _OLD, _MARK}
+    return False
 
 
 def _emptied(work: Path, place: Path) -> Path:
@@ -151,12 +171,34 @@ def _restore(work: Path, place: Path) -> None:
         (work / _OLD).rename(place)
 
 
-def _clear(work: Path, place: Path) -> None:
-    with suppress(OSError):
-        _restore(work, place)
-        for name in (_NEW, _OLD):
-            shutil.rmtree(work / name, ignore_errors=True)
-        (work / _MARK).unlink()  # last: the next writer makes its own
+def _release(lock: BaseFileLock, work: Path, place: Path, missing: list[Path]) -> None:
+    from filelock import Timeout
+
+    with suppress(OSError, Timeout):
+        if _is_work_folder(work):
+            lock.acquire()  # held already, unless Ctrl-C came first
+            _restore(work, place)
+            for name in (_NEW, _OLD):
+                shutil.rmtree(work / name, ignore_errors=True)
+            (work / _MARK).unlink()  # last: the next writer makes its own
+    _held.discard(place)
+    lock.release(force=True)
+    with suppress(OSError):  # it is another's
+        work.rmdir()
+    for folder in missing:
+        with suppress(OSError):  # it holds the output
+            folder.rmdir()
+
+
+def abandoned(work: Path) -> bool:
+    """Return whether a folder is a work folder in which no process is at work."""
+    from filelock import Timeout
+
+    with suppress(OSError, Timeout):
+        if _is_work_folder(work):
+            with _lock_of(work):
+                return True
+    return False
 
 
 def put(new: Path, place: Path) -> None:
@@ -211,7 +253,7 @@ def refuse_link(place: Path) -> None:
     Raises:
         CheckpointError: If the place is one.
     """
-    if os.path.islink(place):  # noqa: PTH114  # False where a name is too long
+    if place.is_symlink():
         raise CheckpointError(
             f"'{place}' is a link to '{place.readlink()}', and nothing is written through links. "
             "Give the place itself, or remove the link."
@@ -231,3 +273,17 @@ def write_error(path: Path, error: Exception) -> CheckpointError:
         f"Could not write '{path}': {why}. Nothing was left there; free some space or choose "
         "another place."
     )
+
+
+def refuse_strange_name(path: str | Path) -> None:
+    """Refuse a path that is no UTF-8, which safetensors cannot open.
+
+    Raises:
+        CheckpointError: If it is none.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"The path '{path}' is no UTF-8, and safetensors opens no such files. Rename it."
+        ) from None

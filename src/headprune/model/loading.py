@@ -26,6 +26,7 @@ from headprune.io import hub
 from headprune.io.folders import refuse_links
 from headprune.io.parsing import refuse_pointer
 from headprune.io.shards import StoredTensor
+from headprune.io.writing import refuse_strange_name
 from headprune.model.attention import attention_of, family_of, restore_ids
 from headprune.model.batch import CLASSIFIERS as CLASSIFIERS
 from headprune.model.batch import UNMEASURED as UNMEASURED
@@ -254,6 +255,7 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
     """
     refuse_links(model)
     path = Path(model) / kwargs.get("subfolder", "")
+    refuse_strange_name(path)
     where = {name: kwargs[name] for name in (*_PLACE, "token") if name in kwargs}
     refuse_adapter(model, ask=not kwargs.get("local_files_only"), **where)
     if path.is_dir() and not (path / "config.json").is_file():
