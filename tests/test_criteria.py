@@ -125,7 +125,8 @@ def _first_removal(x: Tensor, weight: Tensor, heads: int, biased: bool) -> tuple
         towards = torch.eye(int(rest.sum())).double() * ridge  # the others stay near themselves
         rows, wanted = torch.cat([x[:, rest], towards]), x @ weight.T
         if biased:
-            rows = torch.cat([rows, F.pad(torch.ones(len(x), 1).double(), (0, 0, 0, len(towards)))], 1)
+            ones = torch.ones(len(x), 1).double()
+            rows = torch.cat([rows, F.pad(ones, (0, 0, 0, len(towards)))], 1)
         wanted = torch.cat([wanted, towards @ weight[:, rest].T])
         fitted = torch.linalg.lstsq(rows, wanted).solution
         costs.append(float((wanted - rows @ fitted).square().sum()))
