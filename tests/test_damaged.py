@@ -478,8 +478,6 @@ SCORES: dict[str, tuple[Callable[[Path], None], str]] = {
         tensors_of("scores.safetensors", lambda t: t.update(magnitude=t["magnitude"][:1])),
         "not as they were written",
     ),
-    "surrogate": (scores_json(lambda m: m.update(model="\ud800")), "has an invalid character"),
-    "null": (scores_json(lambda m: m.update(model="\0")), "has an invalid character"),
     "depth": (lambda f: (f / "scores.json").write_text("[" * 100_000), "nested too deeply"),
 }
 

@@ -15,8 +15,6 @@ from headprune.errors import HeadpruneError, PlanError, ProofError
 from headprune.formats import export as exporting
 from headprune.formats.export import FORMATS
 from headprune.formats.format import read_export
-from headprune.formats.source import open_source
-from headprune.io import shards
 from headprune.registry import Registry
 from tests import tiny
 from tests.test_cli import run
@@ -110,18 +108,3 @@ def test_an_export_is_no_model_to_measure(folder: Path, text_file: Path, tmp_pat
     for given in ((tmp_path / "out", None), (folder, tmp_path / "out")):
         with pytest.raises(HeadpruneError, match="exported as vllm, .*the model that it was made"):
             headprune.evaluate(given[0], data=text_file, against=given[1])
-
-
-def test_asking_for_a_tensor_by_name_reads_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = open_source(tiny.save(tiny.model("llama-gqa"), tmp_path)).weights
-    name = next(iter(weights))
-
-    def read(*_: object) -> None:
-        raise AssertionError("it is read")
-
-    monkeypatch.setattr(shards, "_fill", read)
-    assert name in weights and "other" not in weights
-    with pytest.raises(AssertionError, match="it is read"):
-        weights[name]

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Callable
 from fnmatch import fnmatch
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -363,42 +362,3 @@ def test_a_model_that_is_here_is_called_by_its_name(
     assert measured.against is not None and Path(measured.against.name).name == "llama"
     monkeypatch.chdir(out)
     assert Path(headprune.verify(".").folder).name == "out"
-
-
-def wrapped(net: PreTrainedModel, how: str) -> dict[str, torch.Tensor]:
-    """The tensors of a model as its wrapper names them."""
-    if how == "by layer":
-        for number, layer in enumerate(net.model.layers):
-            net.model.layers[number] = torch.compile(layer, backend="eager")
-        return net.state_dict()
-    compiled, parallel = partial(torch.compile, backend="eager"), torch.nn.DataParallel
-    makers = {
-        "compiled": compiled,
-        "parallel": parallel,
-        "averaged": torch.optim.swa_utils.AveragedModel,
-        "compiled in parallel": lambda inner: parallel(compiled(inner)),
-        "parallel, compiled": lambda inner: compiled(parallel(inner)),
-    }
-    return makers[how](net).state_dict()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("compiled", "torch.compile: .* take m._orig_mod,"),
-        ("parallel", "DataParallel, DistributedDataParallel or AveragedModel: .* take m.module,"),
-        ("averaged", "AveragedModel: it holds 'module.* take m.module,"),
-        ("compiled in parallel", "AveragedModel and torch.compile: .* take m.module._orig_mod,"),
-        ("parallel, compiled", "torch.compile and DataParallel.* take m._orig_mod.module,"),
-        ("by layer", r"torch.compile: it holds 'model.layers.0._orig_mod.* take m._orig_mod,"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch.compile's own
-def test_a_model_saved_with_its_wrapper_says_so(how: str, said: str, tmp_path: Path) -> None:
-    net = save(tmp_path / "llama")
-    tensors = {name: tensor.contiguous() for name, tensor in wrapped(net, how).items()}
-    save_file(tensors, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"was saved from within .*{said} then save"):
-        headprune.prune(
-            tmp_path / "llama", tmp_path / "out", plan={"model.layers.0.self_attn": [0]}
-        )

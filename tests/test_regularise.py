@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.errors import PlanError
-from headprune.formats.regularise import regularise
+from headprune.formats.regularise import _spread, regularise
 from headprune.formats.source import ExportSource, open_source
-from headprune.io.shards import StoredTensor, rows_of
+from headprune.io.shards import Piece
 from headprune.surgery.cut import cut_heads, resolve
-from headprune.tensors.zero_heads import padded, spread
+from headprune.tensors.zero_heads import padded
 from tests import tiny
 from tests.cutting import ragged_plan, uneven_plan
 
@@ -40,7 +41,9 @@ def shaped(folder: Path, case: str, shape: str) -> PreTrainedModel:
 
 def computed(source: ExportSource, **changed: Tensor) -> Tensor:
     net = type(source.net)(source.config).double().eval()
-    net.load_state_dict({**dict(source.weights), **changed}, strict=not tied(source))
+    net.load_state_dict(
+        {**{n: p.read() for n, p in source.weights.items()}, **changed}, strict=not tied(source)
+    )
     net.tie_weights()
     return net(IDS).logits
 
@@ -61,9 +64,9 @@ def test_zero_heads_change_no_number(case: str, shape: str, tmp_path: Path) -> N
     assert (computed(regular) - wanted).abs().max() < 1e-12
     # a zero head that is none
     name = f"{regular.attentions[0].path}.o_proj.weight"
-    broken = regular.weights[name].clone()
+    broken = regular.weights[name].read()
     broken[:, -1] = 1.0 if shape == "empty" else 0.1
-    query = regular.weights[name.replace("o_proj", "v_proj")].clone().fill_(0.1)
+    query = regular.weights[name.replace("o_proj", "v_proj")].read().fill_(0.1)
     changed = {name: broken, name.replace("o_proj", "v_proj"): query}
     assert (computed(regular, **changed) - wanted).abs().max() > 1e-3
 
@@ -101,24 +104,7 @@ def test_a_family_with_more_per_head_is_refused(tmp_path: Path) -> None:
 def test_slots() -> None:
     assert padded((1, 3, 2), 3) == ((0, None, None, 1, 2, 3, 4, 5, None), (0, 1, 2))
     assert padded((), 2) == ((None, None), (None,))
-    x = torch.arange(6.0).view(1, 6)
-    assert spread(x, (1, None, 0), 2, 1).tolist() == [[2, 3, 0, 0, 0, 1]]
-    assert spread(torch.zeros(0, 4), (None,), 2, 0).tolist() == [[0.0] * 4] * 2
-
-
-@pytest.mark.parametrize("shape", ["ragged", "empty", "uneven"])
-def test_the_size_of_a_tensor_is_known_without_reading_it(
-    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shaped(tmp_path, "llama-gqa", shape)
-    weights = regularise(open_source(tmp_path))[0].weights
-    sizes = {name: tensor.nbytes for name, tensor in weights.items()}
-    read: list[int] = []
-
-    def rows(source: StoredTensor) -> Tensor:
-        read.append(source.bytes)
-        return rows_of(source)
-
-    monkeypatch.setattr("headprune.formats.weights.rows_of", rows)
-    assert {name: weights.bytes(name) for name in weights} == sizes
-    assert not any(read)
+    x = Piece("x", None, torch.arange(6.0).view(1, 6), None, torch.float32, torch.float32)
+    assert _spread(x, (1, None, 0), 2, 1).read().tolist() == [[2, 3, 0, 0, 0, 1]]
+    none = replace(x, source=torch.zeros(0, 4))
+    assert _spread(none, (None,), 2, 0).read().tolist() == [[0.0] * 4] * 2

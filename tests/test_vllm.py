@@ -112,12 +112,3 @@ def test_wrong_counts_in_the_config_are_noticed(tmp_path: Path) -> None:
     given = ExportConfig(to="vllm")
     with pytest.raises(ProofError, match="and the config says"):
         FORMATS["vllm"].prove(open_source(tmp_path / "m"), tmp_path / "out", given)
-
-
-def test_many_shards_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut(tmp_path / "m", "llama-gqa", ragged=True)
-    monkeypatch.setattr("headprune.formats.checkpoint._SHARD", 50_000)
-    headprune.export(tmp_path / "m", tmp_path / "out", to="vllm")
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
-    given, served = (headprune.from_pretrained(tmp_path / name) for name in ("m", "out"))
-    assert torch.allclose(given(IDS).logits, served(IDS).logits, atol=1e-12)

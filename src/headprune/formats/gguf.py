@@ -41,7 +41,7 @@ def prepared(source: ExportSource) -> tuple[ExportSource, tuple[str, ...]]:
         # deci takes its sizes from layer 0, and skips an output bias where there are no heads
         bias = source.weights.get(f"model.layers.{layer}.self_attn.o_proj.bias")
         deci = ARCHES[source.config.model_type][1] == "deci"
-        return deci and layer > 0 and (bias is None or not bias.any())
+        return deci and layer > 0 and (bias is None or not bias.read().any())
 
     return regularise(source, may_be_empty)
 

@@ -144,7 +144,7 @@ def _refuse_lost_head(source: ExportSource, stored: Collection[str]) -> None:
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if "output.weight" in stored or head not in source.weights:
         return
-    pairs = zip(source.weights.pieces(head), source.weights.pieces(embedding), strict=True)
+    pairs = zip(source.weights[head].blocks(), source.weights[embedding].blocks(), strict=True)
     if not all(torch.equal(*pair) for pair in pairs):
         raise ProofError("The file lacks the output embedding, and the model has its own.")
 
@@ -181,7 +181,8 @@ def _shape(source: ExportSource, parts: list[Part]) -> tuple[int, ...]:
 def _pieces(source: ExportSource, parts: list[Part]) -> Iterator[tuple[int, Tensor]]:
     """Yield the rows of a tensor, some at a time; as a whole where they are reordered by heads."""
     for name, heads in parts:
-        pieces = [source.weights[name]] if heads else source.weights.pieces(name)
+        piece = source.weights[name]
+        pieces = [piece.read()] if heads else piece.blocks()
         yield from ((heads, piece) for piece in pieces)
 
 

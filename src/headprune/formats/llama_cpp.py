@@ -62,7 +62,7 @@ def prove(source: ExportSource, file: Path, kind: Type, same_tokenizer: bool) ->
     given = [probable for answer in answers for step in answer for _, probable in step]
     if not given:
         raise ProofError("llama.cpp chose only parts of characters, and gave no numbers.")
-    net = source.made_of(source.weights)
+    net = source.made()
     with torch.no_grad():
         for weight in net.parameters():
             weight.copy_(as_stored(weight, tuple(weight.shape), kind))

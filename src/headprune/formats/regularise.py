@@ -8,23 +8,24 @@ and one KV head of zeros, which the cache then holds.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
-from torch import Tensor
+import torch
 from transformers import PreTrainedConfig
 
 from headprune.errors import PlanError
 from headprune.formats.source import ExportSource, built
-from headprune.formats.weights import Weights
+from headprune.io.shards import Piece
 from headprune.model.attention import family_of
 from headprune.model.cost import kv_width
 from headprune.planning.padding import zero_heads_said
 from headprune.planning.targets import zero_heads_refusal
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
 from headprune.surgery.cut import layer_overrides
-from headprune.tensors.zero_heads import Slots, padded, spread
+from headprune.tensors.index_maps import IndexMap
+from headprune.tensors.zero_heads import Slots, padded
 
 Sizes = Callable[[Attention], tuple[Slots, Slots]]
 """The query heads and the KV heads of a module's result."""
@@ -89,7 +90,11 @@ def moved(
             moves[f"{p.path}.weight"] = slots, p.head_dim, dim if p.holds == "o" else 1 - dim
             if p.holds != "o":
                 moves[f"{p.path}.bias"] = slots, p.head_dim, 0
-    regular = replace(source, config=config, net=built(config), weights=_Moved(source, moves))
+    weights = {
+        name: _spread(piece, *moves[name]) if name in moves else piece
+        for name, piece in source.weights.items()
+    }
+    regular = replace(source, config=config, net=built(config), weights=weights)
     if config.per_layer_config is not None and config.allow_global_per_layer_attribute_access:
         family = family_of(config)
         config.per_layer_config = None
@@ -116,31 +121,14 @@ def _ids(present: Sequence[int], slots: Slots) -> list[int]:
     ]
 
 
-class _Moved(Weights):
-    """Weights with zero heads in some tensors."""
-
-    def __init__(self, source: ExportSource, moves: dict[str, tuple[Slots, int, int]]) -> None:
-        self._weights, self._moves = source.weights, moves
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._weights[name]
-        return spread(tensor, *self._moves[name]) if name in self._moves else tensor
-
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        """Yield the rows of a tensor, some at a time."""
-        if name in self._moves:
-            yield self[name]
-        else:
-            yield from self._weights.pieces(name)
-
-    def bytes(self, name: str) -> int:
-        """Return the bytes of a tensor, without reading it."""
-        slots = self._moves[name][0] if name in self._moves else (0,)
-        present = len({*slots} - {None})
-        return self._weights.bytes(name) * len(slots) // present if present else self[name].nbytes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+def _spread(piece: Piece, slots: Slots, head_dim: int, dim: int) -> Piece:
+    """Return a tensor with the heads along a dimension in their slots, zeros in between."""
+    present = [slot is not None for slot in slots]
+    if not any(present):
+        shape = list(piece.shape)
+        shape[dim] = len(slots) * head_dim
+        return replace(piece, source=torch.zeros(shape, dtype=piece.dtype))
+    heads = torch.tensor([slot or 0 for slot in slots])
+    indices = (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
+    scale = torch.tensor(present).repeat_interleave(head_dim).float()
+    return replace(piece, kept=IndexMap(piece.name, dim, indices, scale))

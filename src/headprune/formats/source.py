@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
-from headprune.formats.weights import StoredWeights, Weights
+from headprune.io.shards import Piece
 from headprune.model.attention import attention_of
 from headprune.model.loading import (
     assemble,
@@ -27,7 +25,7 @@ from headprune.model.loading import (
     uneven_heads_are_known,
 )
 from headprune.model.refusals import refuse_quantised
-from headprune.model.skeleton import Unmapped, without_weights
+from headprune.model.skeleton import Names, Unmapped, either_way, without_weights
 from headprune.model.stored import stored_tensors
 from headprune.runtime.modeling_headprune import Attention, pruned_class
 
@@ -40,14 +38,14 @@ class ExportSource:
         folder: Where it lies.
         config: Its config.
         net: The model without weights, on the meta device.
-        weights: Its tensors on disk, read one at a time.
+        weights: Its tensors on disk by their names in ``net``, read one at a time.
         trust_remote_code: Whether code that comes with the model may run.
     """
 
     folder: Path
     config: PreTrainedConfig
     net: PreTrainedModel
-    weights: Weights
+    weights: dict[str, Piece]
     trust_remote_code: bool = False
 
     @cached_property
@@ -72,13 +70,24 @@ class ExportSource:
         return net
 
     @torch.no_grad()
-    def made_of(self, weights: Mapping[str, Tensor]) -> PreTrainedModel:
-        """The model with these weights, where there are some of a name, in float32."""
+    def made(self) -> PreTrainedModel:
+        """The model of these weights in float32, without reading its folder."""
         net: PreTrainedModel = type(self.net)(copy.deepcopy(self.config)).float().eval()
         for name, parameter in net.named_parameters():
-            if name in weights:
-                parameter.copy_(weights[name])
+            if name in self.weights:
+                parameter.copy_(self.weights[name].read())
         return net
+
+    def on_disk(self) -> tuple[list[Piece], list[str]]:
+        """Return all tensors on disk, and the names of missing ones.
+
+        They include tensors that transformers fuses or splits when it loads them.
+        """
+        names, stored = Names.of(self.net), stored_tensors(self.folder)
+        made = names.tensors.keys() - set(names.disk.values())
+        fused = {name: Piece.whole(name, stored[name]) for name in sorted(made & stored.keys())}
+        missing = (made - fused.keys()) | (names.disk.keys() - self.weights.keys())
+        return [*self.weights.values(), *fused.values()], sorted(missing)
 
 
 def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
@@ -95,8 +104,19 @@ def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
         as_stored, _ = assemble(folder, copy.deepcopy(config), tensors, weights=None, **how)
         believe_tensors(as_stored, config)
     net = built(config)
-    weights = StoredWeights(folder, net)
-    return ExportSource(folder, config, net, weights, trust_remote_code)
+    return ExportSource(folder, config, net, _weights(folder, net), trust_remote_code)
+
+
+def _weights(folder: Path, net: PreTrainedModel) -> dict[str, Piece]:
+    """Return the tensors on disk by the names that a model has for them."""
+    stored, renamed = stored_tensors(folder), Names.of(net).disk
+    found = {}
+    for name in net.state_dict():
+        called = (renamed.get(name, name), *either_way(net, name))
+        on_disk = next((one for one in called if one in stored), None)
+        if on_disk is not None:
+            found[name] = Piece.whole(name, stored[on_disk])
+    return found
 
 
 def built(config: PreTrainedConfig) -> PreTrainedModel:

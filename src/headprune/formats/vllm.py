@@ -14,7 +14,6 @@ from headprune.formats.checkpoint import OnStep, write_checkpoint
 from headprune.formats.format import ExportProof, Format
 from headprune.formats.regularise import regularise
 from headprune.formats.source import ExportSource, open_source
-from headprune.formats.weights import WithFused
 from headprune.model.probes import probe, proof_inputs
 from headprune.planning.targets import vllm_refusal
 from headprune.result.equivalence import difference
@@ -31,7 +30,7 @@ def _refusal(source: ExportSource, config: ExportConfig) -> str | None:
             "vLLM's backend puts its own attention where transformers' attention interface is "
             f"called, and a {source.config.model_type} does not call it."
         )
-    missing = WithFused(source.weights, source.folder, source.net).missing
+    _, missing = source.on_disk()
     if missing:
         return f"its folder has no '{missing[0]}'. It is incomplete or damaged; get it again."
     try:
@@ -83,8 +82,8 @@ def _refuse_other_weights(source: ExportSource, written: ExportSource) -> None:
     for name in source.weights:
         if name.startswith(heads):
             continue
-        found = written.weights.pieces(name) if name in written.weights else ()
-        pairs = zip_longest(source.weights.pieces(name), found, fillvalue=torch.empty(0))
+        found = written.weights[name].blocks() if name in written.weights else ()
+        pairs = zip_longest(source.weights[name].blocks(), found, fillvalue=torch.empty(0))
         if not all(one.dtype is two.dtype and torch.equal(one, two) for one, two in pairs):
             raise ProofError(f"'{name}' of the folder is not the original's.")
 

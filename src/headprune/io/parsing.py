@@ -1,4 +1,4 @@
-"""Read JSON and YAML: finite numbers, characters only, and errors in one sentence.
+"""Read JSON and YAML: finite numbers, and errors in one sentence.
 
 ``pydantic_core.from_json`` would accept repeated names and numbers such as 1e999.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import reprlib
 from collections.abc import Callable
 from pathlib import Path
@@ -21,28 +20,22 @@ from headprune.errors import CheckpointError, HeadpruneError
 M = TypeVar("M", bound=BaseModel)
 Error = type[HeadpruneError]
 
-# escapes of NUL, and of half a pair of UTF-16
-_ODD_ESCAPE = re.compile(r"\\(?:0|x00|[uU](?:0000)?(?:0000|[dD][89a-fA-F]))")
-
 _short = reprlib.Repr()
 _short.maxlevel, _short.maxstring, _short.maxother = 2, 60, 60
 
 
-def read_json(
-    path: Path, error: Error = CheckpointError, distinct: bool = False, any_text: bool = False
-) -> Any:
+def read_json(path: Path, error: Error = CheckpointError, distinct: bool = False) -> Any:
     """Return the content of a JSON file.
 
     Args:
         path: The file.
         error: The error to raise.
         distinct: Refuse repeated names; JSON takes the last.
-        any_text: Accept NUL in texts: tokens may hold it, names of files may not.
 
     Raises:
         error: If it cannot be read, or is no JSON; ``FileNotFoundError`` passes.
     """
-    return _read(path, lambda text: parse_json(text, distinct, any_text), "JSON", error)
+    return _read(path, lambda text: parse_json(text, distinct), "JSON", error)
 
 
 def refuse_pointer(file: Path) -> None:
@@ -133,36 +126,33 @@ def shown(value: object) -> str:
     return _short.repr(value)
 
 
-def parse_json(text: str, distinct: bool = False, any_text: bool = False) -> Any:
-    """Return the content of JSON text; arguments as for ``read_json``.
+def parse_json(text: str, distinct: bool = False) -> Any:
+    """Return the content of JSON text; ``distinct`` as for ``read_json``.
 
     Raises:
-        ValueError: If it is no JSON, a number is not finite, or a text has an invalid character.
+        ValueError: If it is no JSON, or a number is not finite.
         RecursionError: If it is nested too deeply.
     """
-    content = json.loads(
+    return json.loads(
         text,
         parse_constant=_finite,
         parse_float=_finite,
         object_pairs_hook=_distinct if distinct else None,
     )
-    return content if any_text else _sound(content, text)
 
 
 def parse_yaml(text: str) -> Any:
     """Return the content of YAML text.
 
     Raises:
-        ValueError: If a text has an invalid character.
         RecursionError: If it is nested too deeply.
         yaml.YAMLError: If it is no YAML.
     """
     try:
-        content = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except (LookupError, AttributeError, TypeError, OverflowError):
         # PyYAML raises these where a value is not of its tag: "!!timestamp x", "!!bool x"
         raise yaml.YAMLError("a value does not fit its tag") from None
-    return _sound(content, text)
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -177,15 +167,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(float(text)):
         raise ValueError(f"the number {text[:20]} is not finite")
     return float(text)
-
-
-def _sound(content: Any, text: str) -> Any:
-    """Return the content, if all its texts are of characters."""
-    if _ODD_ESCAPE.search(text):
-        written = json.dumps(content, ensure_ascii=False, default=str)
-        if "\\u0000" in written or written.encode(errors="ignore").decode() != written:
-            raise ValueError("a text has an invalid character")
-    return content
 
 
 def _read(path: Path, parse: Callable[[str], Any], form: str, error: Error) -> Any:

@@ -101,6 +101,12 @@ class Piece:
     computed: torch.dtype
     dtype: torch.dtype
 
+    @classmethod
+    def whole(cls, name: str, source: StoredTensor) -> Piece:
+        """Return a tensor of a file as it is."""
+        dtype = SAFETENSORS[source.dtype]
+        return cls(name, name, source, None, dtype, dtype)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""
@@ -142,6 +148,19 @@ class Piece:
             done += len(block)
             yield block if self.copied else self._written(block, part)
 
+    def read(self) -> Tensor:
+        """Return all of it.
+
+        Raises:
+            CheckpointError: As for ``blocks``.
+        """
+        read, done = torch.empty(self.shape, dtype=self.dtype), 0
+        rows = read if self.shape else read[None]
+        for block in self.blocks():
+            rows[done : done + len(block)] = block
+            done += len(block)
+        return read
+
     def _written(self, block: Tensor, part: IndexMap | None) -> Tensor:
         """Return rows cut, and scaled in float32 at least."""
         if part is not None and part.dim != 0:
@@ -151,17 +170,19 @@ class Piece:
             block = part.scaled(block.to(torch.promote_types(self.computed, torch.float32)))
         written = block.to(self.dtype)
         if written.is_floating_point() and bool(written.isinf().any()):
-            self._refuse_overflow(block[written.isinf() & block.isfinite()])
+            lost = block[written.isinf() & block.isfinite()]
+            if len(lost):  # a mask that was infinite before may stay so
+                raise overflow(self.name, float(lost.abs().max()), self.dtype)
         return written
 
-    def _refuse_overflow(self, lost: Tensor) -> None:
-        if len(lost):  # a mask that was infinite before may stay so
-            largest, limit = float(lost.abs().max()), torch.finfo(self.dtype).max
-            raise CheckpointError(
-                f"'{self.name}' holds {largest:.3g}, and {dtype_name(self.dtype)} ends at "
-                f"{limit:,.6g}: the weight would overflow. Write another type: --config "
-                "out_dtype=bfloat16 or out_dtype=float32."
-            )
+
+def overflow(name: str, largest: float, dtype: torch.dtype) -> CheckpointError:
+    """Return the refusal of a weight that an element type cannot hold."""
+    return CheckpointError(
+        f"'{name}' holds {largest:.3g}, and {dtype_name(dtype)} ends at "
+        f"{torch.finfo(dtype).max:,.6g}: the weight would overflow. Write another type: --config "
+        "out_dtype=bfloat16 or out_dtype=float32."
+    )
 
 
 def _read(source: StoredTensor | Tensor, runs: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
@@ -233,19 +254,6 @@ def rows_of(source: StoredTensor, start: int = 0, end: int | None = None) -> Ten
     end, width = min(shape[0] if end is None else end, shape[0]), source.bytes // shape[0]
     part = bytes_between(source, start * width, end * width)
     return part.view(dtype).view(end - start, *shape[1:])
-
-
-def converted(source: StoredTensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor in another element type, read in blocks.
-
-    Raises:
-        CheckpointError: If it cannot be read.
-    """
-    value, end = torch.empty(source.shape, dtype=dtype), 0
-    for block in _read(source, [(0, source.shape[0] if source.shape else 1)]):
-        start, end = end, end + block.numel()
-        value.view(-1)[start:end] = block.flatten()
-    return value
 
 
 def first_numbers(source: StoredTensor, count: int) -> Tensor:

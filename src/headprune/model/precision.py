@@ -9,11 +9,8 @@ many tokens average its rounding out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -74,36 +71,23 @@ def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | No
         instead: Advice about an overflow; None for one that fits the type of ``net``.
 
     Raises:
-        CheckpointError: With the damaged tensor, or the first module that overflows.
+        CheckpointError: With the damaged tensor, if one is.
     """
     try:
         inputs = probes.probe_inputs(net)
     except FamilyError:  # nothing to try it on
         return
     inputs = on_device(net, probes.in_dtype(inputs, net.dtype))
-    overflowed: list[str] = []
-
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and not _finite(output):
-                overflowed.append(name)
-
-        return hook
-
     runs = damage_is(
         lambda why: (
             f"'{model}' does not run as the {type(net).__name__} that its config.json "
             f"names: {why.rstrip('.')}. Look at that config, or get the folder again."
         )
     )
-    with ExitStack() as stack:
-        for name, module in net.named_modules():
-            if name and not list(module.children()):
-                stack.callback(module.register_forward_hook(watch(name)).remove)
-        with runs:
-            result = net(**inputs)
+    with runs:
+        result = net(**inputs)
     if all(_finite(output) for output in result.values() if isinstance(output, Tensor)):
-        return  # T5 in float16 has modules that overflow, and clamps their outputs
+        return
     for name, parameter in net.named_parameters():
         if not parameter.is_meta and not _finite(parameter):
             raise CheckpointError(
@@ -112,10 +96,8 @@ def refuse_not_finite(net: PreTrainedModel, model: str | Path, instead: str | No
             )
     half = net.dtype in (torch.float16, torch.bfloat16)
     instead = instead or f"Compute in another type: dtype={'float32' if half else 'float64'}."
-    where = overflowed[0] if overflowed else type(net).__name__
     raise CheckpointError(
-        f"'{model}' overflows in {dtype_name(net.dtype)}: '{where}' is the first module whose "
-        f"output is not finite. {instead}"
+        f"'{model}' overflows in {dtype_name(net.dtype)}: its outputs are not finite. {instead}"
     )
 
 
@@ -129,7 +111,7 @@ def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDty
     A model in float16, whose numbers end at 65,504, is run in it.
 
     Raises:
-        CheckpointError: With the weight, or the module whose output is not finite.
+        CheckpointError: With the weight, if one overflows.
     """
     stored.refuse_overflow(net)
     if stored.default is not torch.float16 or net.dtype is torch.float16:

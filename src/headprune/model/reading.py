@@ -76,7 +76,7 @@ def refuse_damaged_json(folder: Path, *names: str) -> None:
     """
     for name in names:
         file = folder / name
-        if file.is_file() and not isinstance(read_json(file, any_text=True), dict):
+        if file.is_file() and not isinstance(read_json(file), dict):
             raise CheckpointError(f"'{file}' is damaged: it holds no settings.")
 
 

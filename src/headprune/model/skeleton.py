@@ -21,7 +21,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from headprune.errors import HeadpruneError
 from headprune.family import Family
-from headprune.io.shards import StoredTensor, converted, first_numbers, same_bytes
+from headprune.io.shards import Piece, StoredTensor, first_numbers, same_bytes
 from headprune.model.reading import damage_is, needs_package
 from headprune.runtime.modeling_headprune import find_attention
 from headprune.tensors.dtypes import SAFETENSORS
@@ -88,13 +88,12 @@ def built(
 
 @dataclass(frozen=True)
 class _Unread:
-    """A tensor of a file, read when transformers indexes it."""
+    """A tensor of a file in a wider type, read when transformers indexes it."""
 
-    source: StoredTensor
-    dtype: torch.dtype
+    piece: Piece
 
     def __getitem__(self, index: Any) -> Tensor:
-        return converted(self.source, self.dtype)[index]
+        return self.piece.read()[index]
 
 
 def widening(
@@ -109,7 +108,11 @@ def widening(
     transformers alone maps whole files until the last tensor is there, and converts copies.
     Arguments are those of ``built``; ``options`` has the element type as "dtype".
     """
-    unread = {name: _Unread(tensor, options["dtype"]) for name, tensor in tensors.items()}
+    wide = options["dtype"]
+    unread = {
+        name: _Unread(Piece(name, None, tensor, None, wide, wide))
+        for name, tensor in tensors.items()
+    }
     return _filled(cls, model, config, unread, options)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from headprune.errors import CheckpointError
 from headprune.io import hub
 from headprune.io.folders import digest_of, hashing
-from headprune.io.shards import StoredTensor, tensors_in
+from headprune.io.shards import StoredTensor, overflow, tensors_in
 from headprune.model.config_file import CONFIG, write_config
 from headprune.model.reading import read_config_file, read_index, read_record
 from headprune.model.residency import residency_of
@@ -35,12 +35,6 @@ from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 from headprune.tensors.shards import parts_of, whole
 
 _FLOATS = {name: SAFETENSORS[name] for name in ("F64", "F32", "F16", "BF16")}
-
-# modules that PyTorch puts around another, by the name that this has in them
-_WRAPPERS = {
-    "_orig_mod": "torch.compile",
-    "module": "DataParallel, DistributedDataParallel or AveragedModel",
-}
 
 
 def stored_tensors(model: str | Path, **where: Any) -> dict[str, StoredTensor]:
@@ -62,23 +56,7 @@ def stored_tensors(model: str | Path, **where: Any) -> dict[str, StoredTensor]:
                 f"The index of '{model}' names the weights '{name}', which are not beside it. Get "
                 "the folder again."
             )
-    _refuse_wrapped(model, found)
     return found
-
-
-def _refuse_wrapped(model: str | Path, names: Collection[str]) -> None:
-    """Refuse tensors saved with a wrapper of their module: it shows in their names."""
-    known = set(_WRAPPERS)
-    outer = [name.removeprefix("_orig_mod.").startswith("module.") for name in names]
-    if 2 * sum(outer) < len(outer):
-        known.remove("module")  # a model may have one of that name
-    for name in names:
-        if wrapped := [part for part in name.split(".") if part in known]:
-            by, inner = " and ".join(map(_WRAPPERS.__getitem__, wrapped)), ".".join(wrapped)
-            raise CheckpointError(
-                f"'{model}' was saved from within {by}: it holds '{name}'. Of the wrapped module "
-                f"m, take m.{inner}, then save the model with save_pretrained."
-            )
 
 
 def fetch_weights(model: str | Path) -> None:
@@ -186,11 +164,7 @@ class StoredDtypes:
             least, most = whole(tensor.detach()).aminmax() if there else (torch.zeros(()),) * 2
             largest = max(-float(least), float(most))
             if limit < largest < math.inf:
-                raise CheckpointError(
-                    f"'{name}' holds {largest:.3g}, and {dtype_name(self.of(name))} ends at "
-                    f"{limit:,.6g}: the weight would overflow. Write another type: --config "
-                    "out_dtype=bfloat16 or out_dtype=float32."
-                )
+                raise overflow(name, largest, self.of(name))
 
     @torch.no_grad()
     def round(self, net: PreTrainedModel) -> bool:

@@ -47,7 +47,7 @@ _DEPTHS = (
     *("encoder_layers", "decoder_layers", "num_encoder_layers", "num_decoder_layers"),
 )
 _COMMON = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
-_VOCABULARY, _KV_HEADS, _HEADS, _HIDDEN, _WIDTH = 128, 2, 4, 128, 16  # of a twin
+_VOCABULARY, _KV_HEADS, _HEADS, _WIDTH = 128, 2, 4, 16  # of a twin
 _MOST = 2e8  # parameters
 _FAR = 8  # layers
 Shrink = Callable[[Mapping[str, Any]], dict[str, int]]
@@ -170,7 +170,7 @@ def _smaller_twins(skeleton: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Yield twins, from the smallest to one that is only less deep: some sizes hang together."""
     layers = _layers_needed(skeleton)
     how = skeleton.config._attn_implementation
-    attempts: tuple[Shrink, ...] = (_few_heads, _narrow, lambda sizes: _WIDTHS, lambda sizes: {})
+    attempts: tuple[Shrink, ...] = (_few_heads, lambda sizes: _WIDTHS, lambda sizes: {})
     for shrink in attempts:
         try:
             sizes = _smaller(skeleton.config, shrink, layers)
@@ -258,10 +258,6 @@ def _few_heads(sizes: Mapping[str, Any]) -> dict[str, int]:
         "num_key_value_heads": fewer,
         "hidden_size": queries * (_WIDTH if isinstance(head_dim, int) else hidden // heads),
     }
-
-
-def _narrow(sizes: Mapping[str, Any]) -> dict[str, int]:
-    return {**_WIDTHS, "hidden_size": _HIDDEN}
 
 
 def _refuse_inexact(twin: PreTrainedModel, empty: bool) -> None:

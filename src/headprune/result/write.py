@@ -31,7 +31,7 @@ from headprune.model.loading import auto_class_of, remote_code, uneven_heads_are
 from headprune.model.open import Model, read_model
 from headprune.model.placement import placed
 from headprune.model.refusals import passed_over
-from headprune.model.residency import residency_of, runs_by_layers
+from headprune.model.residency import Residency, residency_of, runs_by_layers
 from headprune.model.skeleton import Names, Unmapped
 from headprune.model.stored import StoredDtypes, identifying
 from headprune.placements import ROOM, Placement, asked_placement, too_large
@@ -42,12 +42,16 @@ from headprune.result.folder import ModelFolder
 from headprune.schemas.manifest import (
     CARD,
     HISTORY,
+    NO_ID,
     Manifest,
     contents,
     read_lineage,
+    utc_now,
+    versions,
     write_manifest,
 )
-from headprune.schemas.plan import ModelIdentity, Plan, Shape
+from headprune.schemas.plan import Plan, Shape
+from headprune.schemas.proofs import Proof, Sample, TensorProof
 from headprune.schemas.records import Done, Heads, Merging, ModelChoice, Pruning, Refit
 from headprune.surgery.cut import Cut, cut_heads, fold_gates, resolve
 from headprune.surgery.edit import Edit, Tensors, put, replaced, written
@@ -113,18 +117,48 @@ class Proposal:
 
 
 @dataclass(frozen=True)
+class _Sizes:
+    """The part of the manifest that a cut model knows; fields as there."""
+
+    shape: Shape
+    auto_class: str
+    query_heads: tuple[int, int]
+    kv_heads: tuple[int, int]
+    parameters: tuple[int, int]
+    layout: dict[str, Heads]
+
+
+@dataclass(frozen=True)
 class _Result:
     """A model cut in memory or on the meta device, and the tensors to write.
 
     Attributes:
+        model: The model that it was cut from.
         net: The model, cut.
         pieces: Its tensors on disk, each with its source.
-        facts: The part of the manifest that the model knows.
+        sizes: Its sizes.
+        stored: The element types to write.
+        expected: The outputs that it must give; None where only tensors are compared.
+        residency: Holds the weights that an edit wrote until they are in their files.
     """
 
+    model: Model
     net: PreTrainedModel
     pieces: list[Piece]
-    facts: dict[str, Any]
+    sizes: _Sizes
+    stored: StoredDtypes
+    expected: equivalence.Expectation | None = None
+    residency: Residency | None = None
+
+
+@dataclass(frozen=True)
+class _Proven:
+    """The proof of a folder; fields as of the manifest."""
+
+    tensor_proof: TensorProof
+    weight_bytes: tuple[int, int]
+    proof: Proof | None = None
+    probe: Sample | None = None
 
 
 def write(
@@ -153,67 +187,83 @@ def write(
         CheckpointError: If a file cannot be read or written.
         ProofError: If the result does not compute as the edited model.
     """
-    source, stored = model.identity, model.result_dtypes(writing.out_dtype)
-    takes = ROOM * sum(_wide(weight) for weight in model.skeleton.parameters())
-    why_tensors = None
-    if not edit.tensors and writing.proof is ProofOption.AUTO:
-        why_tensors = _why_tensors(model, takes)
-    result: _Result | None = None
+    source, why_tensors = model.identity, _why_tensors(model, edit, writing.proof)
+    compares = why_tensors is None and writing.proof is not ProofOption.TENSORS
+    result = _expected(model, edit, writing, context, expected, compares)
+    with identifying(model.source) as parent, whole_folder(output) as folder:
+        context.stage("writing")
+        _save(result, edit.plan, changes, writing, folder, context)
+        context.stage("verifying the folder")
+        with hashing(folder, contents(folder)) as files:
+            proven = _conclude(result, folder, context)
+            unnamed = Manifest(
+                id=NO_ID,
+                created=utc_now(),
+                versions=versions(),
+                made_by=context.made_by,
+                source=source,
+                parent=parent(),
+                lineage=read_lineage(source_folder(model.source)),
+                dtype=result.stored.names,
+                engines=engines_of(result.net, shapes_in(result.sizes.layout, result.sizes.shape)),
+                done=changes.done,
+                refit=changes.refit,
+                choice=changes.choice,
+                files=files(),
+                **vars(result.sizes),
+                **vars(proven),
+            )
+        manifest = write_manifest(folder, unnamed)
+        write_card(folder, output.name, edit.plan, manifest)
+        warnings = (*_warnings(folder, manifest, result), *filter(None, [why_tensors]))
+        return Pruned(output, edit.plan, manifest, warnings)
+
+
+def _expected(
+    model: Model,
+    edit: Edit,
+    writing: Writing,
+    context: Context,
+    expected: equivalence.Expectation | None,
+    compares: bool,
+) -> _Result:
+    """Cut a model, and measure what must come out, if outputs are to be compared."""
+    takes, result = _bytes_wide(model), None
     try:
-        result = _cut_on_disk(model, edit, stored)
+        result = _cut_on_disk(model, edit, model.result_dtypes(writing.out_dtype))
     except Unmapped as why:
         if writing.proof is ProofOption.TENSORS:
             raise CheckpointError(
                 f"--config proof=tensors: {why} Such a model is cut in memory; leave out proof."
             ) from None
-    compares = writing.proof is not ProofOption.TENSORS and why_tensors is None
-    residency = None
-    if expected is None and (compares or result is None):
-        wide = model.widened(by_layers=result is not None)
-        needed = "" if wide.by_layers else _memory_needed(takes)
-        context.stage(f"probing the gated original{needed}")
-        if wide is not model:
-            model.release()
-            model = wide
-        net = model.net
-        stored = model.result_dtypes(writing.out_dtype)  # refuses an overflow
-        residency = residency_of(net)  # holds the written weights
-        with replaced(net, edit.tensors):
-            expected, cuts = equivalence.expect_stored(net, edit.cuts(net), stored)
-            now = written(net, tuple(edit.tensors))
-        if result is None:
-            if residency is not None:
-                raise CheckpointError(
-                    f"placement=layers: '{model.source}' is not written tensor by tensor. Use "
-                    "--config placement=whole."
-                )
-            result = _cut_in_memory(model, now, cuts, edit.plan, stored)
-        else:
-            result = replace(result, pieces=_with_tensors(result, now, folded=True))
-            if residency is not None:
-                net.to("meta")  # the reloaded model takes its memory
-        del net, cuts, now
-    elif edit.tensors:
-        assert result is not None
-        result = replace(result, pieces=_with_tensors(result, edit.tensors, folded=False))
-    assert result is not None  # else it was cut in memory
-    model.release()
-    order = _Order(model, source, edit.plan, output, stored, changes, writing)
-    pruned = _written(result, order, context, expected)
-    del residency
-    warnings = (*pruned.warnings, *([why_tensors] if why_tensors else []))
-    return replace(pruned, warnings=warnings)
-
-
-@dataclass(frozen=True)
-class _Order:
-    model: Model
-    identity: ModelIdentity
-    plan: Plan
-    output: Path
-    stored: StoredDtypes
-    changes: Changes
-    writing: Writing
+    if result is not None and (expected is not None or not compares):
+        model.release()
+        pieces = _with_tensors(result, edit.tensors, folded=False)
+        return replace(result, pieces=pieces, expected=expected)
+    wide = model.widened(by_layers=result is not None)
+    needed = "" if wide.by_layers else _memory_needed(takes)
+    context.stage(f"probing the gated original{needed}")
+    if wide is not model:
+        model.release()
+    net = wide.net
+    stored = wide.result_dtypes(writing.out_dtype)  # refuses an overflow
+    residency = residency_of(net)
+    with replaced(net, edit.tensors):
+        expected, cuts = equivalence.expect_stored(net, edit.cuts(net), stored)
+        now = written(net, tuple(edit.tensors))
+    wide.release()
+    if result is not None:
+        if residency is not None:
+            net.to("meta")  # the reloaded model takes its memory
+        pieces = _with_tensors(result, now, folded=True)
+        result = replace(result, model=wide, pieces=pieces, stored=stored)
+        return replace(result, expected=expected, residency=residency)
+    if residency is not None:
+        raise CheckpointError(
+            f"placement=layers: '{model.source}' is not written tensor by tensor. Use "
+            "--config placement=whole."
+        )
+    return replace(_cut_in_memory(wide, net, now, cuts, edit.plan, stored), expected=expected)
 
 
 def cut_again(
@@ -224,7 +274,8 @@ def cut_again(
     try:
         result = _cut_on_disk(model, edit, stored)
     except Unmapped:
-        result = _cut_in_memory(model, {}, fold_gates(edit.cuts(model.net)), plan, stored)
+        net = model.net
+        result = _cut_in_memory(model, net, {}, fold_gates(edit.cuts(net)), plan, stored)
     return result.net, result.pieces
 
 
@@ -240,7 +291,7 @@ def _cut_on_disk(model: Model, edit: Edit, stored: StoredDtypes) -> _Result:
     cuts = edit.cuts(net)
     if twin_of(net, cuts) is not None:
         raise Unmapped("The result is of another class.")
-    before = counts(net, cuts)
+    before = _counts(net, cuts)
     aliases = {id(net.get_parameter(name)): name for name in edit.tensors}
     names = {
         name: aliases[id(parameter)]
@@ -251,21 +302,26 @@ def _cut_on_disk(model: Model, edit: Edit, stored: StoredDtypes) -> _Result:
     pieces = [replace(piece, live=names.get(piece.live or "", piece.live)) for piece in pieces]
     if not edit.tensors.keys() <= {piece.live for piece in pieces}:
         raise Unmapped("A replaced weight is no tensor of the checkpoint.")
-    return _Result(net, pieces, described(net, edit.plan, shape, before, cuts))
+    return _Result(model, net, pieces, _sizes(net, edit.plan, shape, before, cuts), stored)
 
 
 def _cut_in_memory(
-    model: Model, now: Tensors, cuts: list[Cut], plan: Plan, stored: StoredDtypes
+    model: Model,
+    net: PreTrainedModel,
+    now: Tensors,
+    cuts: list[Cut],
+    plan: Plan,
+    stored: StoredDtypes,
 ) -> _Result:
-    """Cut the model itself; weights that stay as they are come from its files."""
-    net = model.net
+    """Cut the loaded model itself; weights that stay as they are come from its files."""
     whole = {n: weakref.ref(t) for n, t in net.state_dict(keep_vars=True).items()}
     put(net, now)
-    before = counts(net, cuts)
-    facts = described(net, plan, cut_heads(net, cuts), before, cuts)
+    before = _counts(net, cuts)
+    sizes = _sizes(net, plan, cut_heads(net, cuts), before, cuts)
     twin = native_twin(net)
     if twin is not None:
-        net, facts = twin, {**facts, "shape": Shape.NATIVE, "auto_class": auto_class_of(twin)}
+        net = twin
+        sizes = replace(sizes, shape=Shape.NATIVE, auto_class=auto_class_of(twin))
     computed = {name: tensor.dtype for name, tensor in net.state_dict().items()}
     stored.cast(net)
     names = Names.of(net)
@@ -280,7 +336,7 @@ def _cut_in_memory(
                 source = names.source(net, live, model.tensors)
                 name = names.disk[live]
                 pieces[name] = Piece(name, live, source, None, computed[live], tensor.dtype)
-    return _Result(net, [*pieces.values()], facts)
+    return _Result(model, net, [*pieces.values()], sizes, stored)
 
 
 def _with_tensors(result: _Result, tensors: Tensors, folded: bool) -> list[Piece]:
@@ -298,92 +354,80 @@ def _with_tensors(result: _Result, tensors: Tensors, folded: bool) -> list[Piece
     return pieces
 
 
-def _written(
-    result: _Result,
-    order: _Order,
-    context: Context,
-    expected: equivalence.Expectation | None,
-) -> Pruned:
-    """Write the tensors of a result, and compare outputs, or tensors where none are expected."""
-    model, net, facts, pieces = order.model, result.net, result.facts, result.pieces
-    with identifying(model.source) as parent, whole_folder(order.output) as folder:
-        context.stage("writing")
-        with uneven_heads_are_known():
-            same = type(net.config) is type(model.config)
-            order.stored.save(net, folder, model.source if same else None)
-        size = order.writing.max_shard_size
-        write_shards(pieces, folder, facts["parameters"][1], size, context.step)
-        _take_over(folder, order, vars(net).get("generation_config"))
-        left_out = passed_over(net, model.tensors)
-        layout = {path: Heads(**heads) for path, heads in facts["layout"].items()}
-        facts["engines"] = engines_of(net, shapes_in(layout, facts["shape"]))
-        context.stage("verifying the folder")
-        with hashing(folder, contents(folder)) as files:
-            dtype = "auto" if expected is None else expected.dtype
-            reread = read_model(folder, dtype, model.allowed)
-            reread.by_layers = model.by_layers
-            source = source_folder(model.source)
-            left_alone.refuse_other_settings(source, model.config, net.config, folder)
-            left_alone.refuse_other_files(source, folder)
-            facts["tensor_proof"] = tensors.compare(reread, pieces, context.step)
-            if expected is not None:
-                pieces.clear()
-                net.to("meta")  # as above, where it was cut in memory
-                facts |= _proven_outputs(reread, expected)
-            sizes = tuple(sum(t.bytes for t in one.tensors.values()) for one in (model, reread))
-            facts |= {"parent": parent(), "files": files(), "weight_bytes": sizes}
-        return _finished(folder, order, context, facts, left_out)
+def _sizes(
+    net: PreTrainedModel, plan: Plan, shape: Shape, before: tuple[int, int], cuts: Sequence[Cut]
+) -> _Sizes:
+    """Return the sizes of a model after a cut, whose ``_counts`` were ``before``."""
+    parameters, kv_heads = zip(before, _counts(net, cuts), strict=True)
+    layout = {cut.attention.path: Heads.model_validate(cut.heads_left()) for cut in cuts}
+    query_heads = plan.query_heads, plan.kept_heads
+    return _Sizes(shape, auto_class_of(net), query_heads, kv_heads, parameters, layout)
 
 
-def counts(net: PreTrainedModel, cuts: Sequence[Cut]) -> tuple[int, int]:
-    """Parameters and KV heads of a model."""
+def _counts(net: PreTrainedModel, cuts: Sequence[Cut]) -> tuple[int, int]:
+    """Return the parameters and KV heads of a model."""
     return net.num_parameters(), sum(kv_heads_of(net, cut.attention) for cut in cuts)
 
 
-def described(
-    net: PreTrainedModel,
+def _save(
+    result: _Result, plan: Plan, changes: Changes, writing: Writing, folder: Path, context: Context
+) -> None:
+    """Write the config, the tensors and the files beside them."""
+    model, net = result.model, result.net
+    with uneven_heads_are_known():
+        same = type(net.config) is type(model.config)
+        result.stored.save(net, folder, model.source if same else None)
+    parameters, size = result.sizes.parameters[1], writing.max_shard_size
+    write_shards(result.pieces, folder, parameters, size, context.step)
+    _take_over(folder, model, plan, changes.history, vars(net).get("generation_config"))
+
+
+def _conclude(result: _Result, folder: Path, context: Context) -> _Proven:
+    """Read a folder back, and compare it with its source and the expected outputs.
+
+    Raises:
+        ProofError: If it differs.
+    """
+    model, net, expected = result.model, result.net, result.expected
+    reread = read_model(folder, "auto" if expected is None else expected.dtype, model.allowed)
+    reread.by_layers = model.by_layers
+    source = source_folder(model.source)
+    left_alone.refuse_other_settings(source, model.config, net.config, folder)
+    left_alone.refuse_other_files(source, folder)
+    before, after = (sum(t.bytes for t in one.tensors.values()) for one in (model, reread))
+    proven = _Proven(tensors.compare(reread, result.pieces, context.step), (before, after))
+    if expected is None:
+        return proven
+    result.pieces.clear()
+    net.to("meta")  # the reloaded model takes its memory
+    outputs = probes.probe(placed(reread.weighted()), expected.inputs)
+    return replace(
+        proven,
+        proof=equivalence.conclude(expected, outputs),
+        probe=equivalence.sample(expected.inputs, expected.wanted),
+    )
+
+
+def _take_over(
+    folder: Path,
+    model: Model,
     plan: Plan,
-    shape: Shape,
-    before: tuple[int, int],
-    cuts: Sequence[Cut],
-) -> dict[str, Any]:
-    """Return the manifest of a cut model.
+    history: Path | None,
+    generation: GenerationConfig | None,
+) -> None:
+    """Put plan, history and the source's files beside the weights of a result.
 
-    Args:
-        net: The model, after the cut.
-        plan: The heads that stay.
-        shape: How it must be stored.
-        before: Its ``counts`` before the cut.
-        cuts: The heads that went.
+    ``generation`` has the heads by their new numbers.
     """
-    parameters, kv_heads = zip(before, counts(net, cuts), strict=True)
-    return {
-        "shape": shape,
-        "auto_class": auto_class_of(net),
-        "query_heads": (plan.query_heads, plan.kept_heads),
-        "kv_heads": kv_heads,
-        "parameters": parameters,
-        "layout": {cut.attention.path: cut.heads_left() for cut in cuts},
-    }
-
-
-def _take_over(folder: Path, order: _Order, generation: GenerationConfig | None) -> None:
-    """Put config, plan and history beside the weights of a result.
-
-    Args:
-        folder: The result.
-        order: The job of the writer.
-        generation: The generation config, for the new counts of heads.
-    """
-    source = source_folder(order.model.source)
+    source = source_folder(model.source)
     copy_companions(source, folder)
-    for file in remote_code(order.model.config):
+    for file in remote_code(model.config):
         shutil.copyfile(file, folder / file.name)
     _renumber_alignment(folder / "generation_config.json", generation)
-    inherit_metadata(source, folder, order.model.source)
-    order.plan.write(folder / "plan.json")
-    if order.changes.history is not None:
-        shutil.copyfile(order.changes.history, folder / HISTORY)
+    inherit_metadata(source, folder, model.source)
+    plan.write(folder / "plan.json")
+    if history is not None:
+        shutil.copyfile(history, folder / HISTORY)
 
 
 def _renumber_alignment(file: Path, generation: GenerationConfig | None) -> None:
@@ -398,46 +442,9 @@ def _renumber_alignment(file: Path, generation: GenerationConfig | None) -> None
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _proven_outputs(reread: Model, expected: equivalence.Expectation) -> dict[str, Any]:
-    """Compare the outputs of a result with the expected ones, for the manifest.
-
-    Raises:
-        ProofError: If they differ.
-    """
-    reloaded = probes.probe(placed(reread.weighted()), expected.inputs)
-    return {
-        "proof": equivalence.conclude(expected, reloaded),
-        "probe": equivalence.sample(expected.inputs, expected.wanted),
-    }
-
-
-def _finished(
-    folder: Path,
-    order: _Order,
-    context: Context,
-    facts: dict[str, Any],
-    left_out: Sequence[str],
-) -> Pruned:
-    """Write the manifest and the card of a result."""
-    model, changes = order.model, order.changes
-    manifest = write_manifest(
-        folder,
-        made_by=context.made_by,
-        source=order.identity,
-        lineage=read_lineage(source_folder(model.source)),
-        dtype=order.stored.names,
-        done=changes.done,
-        refit=changes.refit,
-        choice=changes.choice,
-        **facts,
-    )
-    write_card(folder, order.output.name, order.plan, manifest)
-    warnings = tuple(_said_of(folder, manifest, left_out))
-    return Pruned(order.output, order.plan, manifest, warnings)
-
-
-def _said_of(folder: Path, manifest: Manifest, left_out: Sequence[str]) -> Iterator[str]:
+def _warnings(folder: Path, manifest: Manifest, result: _Result) -> Iterator[str]:
     """Return sentences that a user of the result should know."""
+    left_out = passed_over(result.net, result.model.tensors)
     heads, kv_heads = manifest.query_heads, manifest.kv_heads
     same = heads[0] == heads[1] and kv_heads[0] == kv_heads[1]
     if same and isinstance(manifest.done, Pruning | Merging):
@@ -485,9 +492,13 @@ def source_folder(model: str | Path) -> Path:
         return Path(snapshot_download(str(model), allow_patterns=["*.json", CARD, *COMPANIONS]))
 
 
-def _wide(weight: Tensor) -> int:
-    """Return the bytes of a weight in the type of a proof."""
-    return weight.numel() * torch.promote_types(weight.dtype, torch.float32).itemsize
+def _bytes_wide(model: Model) -> float:
+    """Return the memory of a model in the type of a proof."""
+    takes: float = ROOM * sum(
+        weight.numel() * torch.promote_types(weight.dtype, torch.float32).itemsize
+        for weight in model.skeleton.parameters()
+    )
+    return takes
 
 
 def _memory_needed(takes: float) -> str:
@@ -500,10 +511,10 @@ def _memory_needed(takes: float) -> str:
     return f" (takes about {needed:.1f} GB of memory)"
 
 
-def _why_tensors(model: Model, needed: float) -> str | None:
-    """Return why only tensors are compared; None where memory suffices, or layers come and go."""
-    free = memory.available()
-    if free is None or needed <= free:
+def _why_tensors(model: Model, edit: Edit, proof: ProofOption) -> str | None:
+    """Return why only tensors are compared; None where memory suffices, or outputs must be."""
+    needed, free = _bytes_wide(model), memory.available()
+    if edit.tensors or proof is not ProofOption.AUTO or free is None or needed <= free:
         return None
     if asked_placement() is not Placement.WHOLE and runs_by_layers(model.skeleton, model.tensors):
         return None

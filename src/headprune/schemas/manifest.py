@@ -34,6 +34,7 @@ from headprune.schemas.records import (
 from headprune.schemas.values import Count, Digest
 
 CARD = "README.md"
+NO_ID = "0" * 64  # until all else is known
 HISTORY = "heal.jsonl"  # of a healing, with times in it
 
 BeforeAfter = tuple[Count, Count]
@@ -179,14 +180,8 @@ def versions() -> dict[str, str]:
     }
 
 
-def write_manifest(folder: Path, **facts: Any) -> Manifest:
-    """Write the manifest of a finished folder.
-
-    Args:
-        folder: The result.
-        **facts: The fields of ``Manifest`` but for its id, time and versions.
-    """
-    unnamed = Manifest(id="0" * 64, created=utc_now(), versions=versions(), **facts)
+def write_manifest(folder: Path, unnamed: Manifest) -> Manifest:
+    """Write the manifest of a finished folder, and return it with its id."""
     manifest = unnamed.model_copy(update={"id": unnamed.digest()})
     _write(folder, manifest)
     return manifest

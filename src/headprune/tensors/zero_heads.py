@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxtyping import Shaped
-from torch import Tensor
-
 Slots = tuple[int | None, ...]
 """Per head of the result, the present head that it is; None for a zero head."""
 
@@ -60,17 +57,3 @@ def divisible(group_sizes: Sequence[int], by: int) -> tuple[Slots, Slots]:
         start += present
     more = kv_heads - len(kv_slots)
     return (*query_slots, *[None] * (more * size)), (*kv_slots, *[None] * more)
-
-
-def spread(
-    tensor: Shaped[Tensor, ...], slots: Slots, head_dim: int, dim: int
-) -> Shaped[Tensor, ...]:
-    """Moves the heads along one dimension of a tensor to their slots, zeros in between."""
-    shape = list(tensor.shape)
-    shape[dim] = len(slots) * head_dim
-    wide = tensor.new_zeros(shape)
-    for slot, head in enumerate(slots):
-        if head is not None:
-            part = tensor.narrow(dim, head * head_dim, head_dim)
-            wide.narrow(dim, slot * head_dim, head_dim).copy_(part)
-    return wide
