@@ -122,7 +122,7 @@ def calibration_of(
             ids = torch.tensor([f["input_ids"] for f in features])
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
-        return Sequences(rows, collate, batch_size=8, special_ids=(0, 1, 2, 3))
+        return Sequences(rows, collate, batch_size=8)
     config = CalibrationConfig(calibration_tokens=10**9, seq_len=length)
     every = calibration(net, load_tokenizer(model), DataConfig(source=data), config, "bench").fit
     count = max(2, tokens // length)

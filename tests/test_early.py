@@ -48,7 +48,6 @@ MISTAKES = {
     f"score gone out {DATA} --criterion fischer": "Did you mean 'fisher'",
     f"score gone out {DATA} --config attention=encodr": "Did you mean 'encoder'",
     "score gone out --data nope.txt": NO_FILE,
-    "score gone out --criterion gates --config gates=nope": "'nope' is no gates folder",
     f"train-gates gone out {DATA} --target-heads 1.5": "between 0 and 1, not 1.5",
     f"train-gates gone out {DATA} --target-heads 0.5 --config attention=x": "no family has",
     "train-gates gone out --data nope.txt --target-heads 0.5": NO_FILE,

@@ -164,7 +164,9 @@ def _solved_anew(
     """The costs of removals, every block that is left fitted from the first weights each time."""
     scale, power = ridge * gram.diagonal().mean(), float((weight @ gram * weight).sum())
 
-    def lost(left: list[int]) -> float:  # |W x - V x_kept|^2 + scale |V - W_kept|^2, smallest over V
+    def lost(
+        left: list[int],
+    ) -> float:  # |W x - V x_kept|^2 + scale |V - W_kept|^2, smallest over V
         kept = [column for b in left for column in blocks[b]]
         part = weight @ gram[:, kept] + scale * weight[:, kept]
         ridged = gram[kept][:, kept] + scale * torch.eye(len(kept)).double()

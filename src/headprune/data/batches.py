@@ -314,7 +314,6 @@ def calibration(
         # of two texts, one would be lost; of a chat, the places of answers
         whole=data.pairs or data.loss is Loss.ANSWERS,
         batch_size=config.batch_size,
-        special_ids=tuple(getattr(tokenizer, "all_special_ids", ())),
     )
 
 

@@ -289,7 +289,9 @@ def removal_costs(
             needs[at, :size, :size], outputs[at, :size] = table[own, own], table[own, width:]
         needs = torch.linalg.inv(needs)
         removed = (needs * (outputs @ outputs.mT)).sum((1, 2)).tolist()
-        cost, best = min((cost - ridge_costs[b], b) for cost, b in zip(removed, places, strict=True))
+        cost, best = min(
+            (cost - ridge_costs[b], b) for cost, b in zip(removed, places, strict=True)
+        )
         costs[best] = highest = max(highest, cost)
         need = needs[list(places).index(best)]
         own = places.pop(best)
