@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from headprune import app as cli
 from headprune.config import (
-    BudgetConfig,
     CalibrationConfig,
     DataConfig,
     PlanConfig,
@@ -34,10 +33,11 @@ from headprune.model.cost import STUB, model_cost
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_heads, read_output, write_heads, write_output
 from headprune.model.loading import task_of
+from headprune.model.open import open_model
 from headprune.planning.allocation import BudgetLimit, allocate, kv_of_query
 from headprune.planning.budgets import Prices, cache_prices, parameter_prices
 from headprune.planning.from_evidence import CutRequest
-from headprune.planning.plan import plan
+from headprune.planning.plan import make_plan, plan
 from headprune.result.prune import prune
 from headprune.schemas.manifest import read_manifest
 from headprune.schemas.plan import Plan
@@ -340,11 +340,11 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
     heads = sum(a.query_heads for a in attention_of(model))
     for count in (0, 1, heads // 2, heads - 1, heads):
         assert made(keep=count).kept_heads == count
-    even = made(keep=0.5, per_layer=True)
-    assert {len(a.keep) for a in even.attentions.values()} == {3}
-    floor = made(keep=0.25, min_per_layer=1)
-    assert all(a.keep for a in floor.attentions.values())
-    assert floor.kept_heads == heads // 4
+    opened, found = open_model(folder), read_scores(tmp_path / "s")
+    quarter = PlanConfig(keep=0.25)
+    free, filled = (make_plan(opened, found, quarter, empty_layers=e).plan for e in (True, False))
+    assert free.kept_heads == filled.kept_heads == heads // 4
+    assert all(a.keep for a in filled.attentions.values())
     cached = cache_prices(model, attention_of(model), torch.float32, 1)
     stubs = 3 * STUB * model.dtype.itemsize  # of as many layers without heads: less than a KV head
     limit = int(cached.total([(6, 1)] * 4)) + stubs
@@ -363,20 +363,6 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
     cut_heads(model, cuts)
     assert model.num_parameters() <= prices.rest + 4000
     assert lean.kept_heads > 0
-
-
-def test_equal_shares_are_exact_or_refused(tmp_path: Path, text: DataConfig) -> None:
-    folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
-    score(folder, tmp_path / "s", ScoreConfig(criterion=["magnitude"]))
-
-    def kept(**budget: Any) -> list[int]:
-        made = plan(folder, tmp_path / "s", PlanConfig(per_layer=True, **budget)).plan
-        return [len(a.keep) for a in made.attentions.values()]
-
-    assert sorted(kept(keep=10)) == [2, 2, 3, 3]
-    assert kept(keep=12) == [3, 3, 3, 3]
-    with pytest.raises(PlanError, match="fewer than min_per_layer 3"):
-        kept(keep=10, min_per_layer=3)
 
 
 @pytest.mark.quick
@@ -521,11 +507,11 @@ def test_bad_input(tmp_path: Path, text: DataConfig) -> None:
         "They hold fisher, wanda",
         lambda: plan(folder, scores, half.part(PlanConfig, criterion="random"), None),
     )
-    floor = BudgetConfig(keep=3, min_per_layer=1)
+    few = PlanConfig(keep=3, targets=("vllm",), criterion="fisher")
     refused(
         PlanError,
-        "3 query heads in all; 1 in each of 4",
-        lambda: plan(folder, scores, floor.part(PlanConfig, criterion="fisher"), None),
+        "3 query heads in all; a head in each of 4",
+        lambda: plan(folder, scores, few, None),
     )
     other = tiny.save(tiny.model("gpt_neox"), tmp_path / "other")
     refused(

@@ -123,8 +123,6 @@ class BudgetConfig(Settings):
 
     targets: Targets = ()
     keep: Kept | None = None
-    per_layer: bool = False
-    min_per_layer: Amount = 0
     max_params: Count | None = None
     max_kv_bytes: Amount | None = None
     keep_roles: Names = ()
@@ -137,8 +135,6 @@ class BudgetConfig(Settings):
             raise ValueError("give what may stay: --keep, --max-params or --max-kv-bytes")
         if self.keep_roles and self.roles is None:
             raise ValueError("--keep-roles has no effect without --roles: give both")
-        if self.per_layer and self.keep is None:
-            raise ValueError("per_layer has no effect without --keep: give both")
         return self
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import BudgetConfig, DataConfig, LayoutOption, Method, Target
+from headprune.config import DataConfig, LayoutOption, Method, Target
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
 from headprune.model.attention import attention_of
@@ -214,7 +214,7 @@ def _chosen(
 ) -> tuple[list[float], int]:
     """Return 1 for every kept unit and 0 for others, and the number of kept heads."""
     sizes = unit_sizes(attentions, unit)
-    choice = HeadChoice(attentions, unit, BudgetConfig(keep=budget), [], constraints)
+    choice = HeadChoice(attentions, unit, [], constraints)
     kept = choice.of(scores, budget)
     return [float(p in kept) for p in range(len(sizes))], sum(sizes[p] for p in kept)
 

@@ -107,8 +107,11 @@ def make_plan(
     scores: Scores,
     config: PlanConfig,
     layout: LayoutOption = LayoutOption.PER_LAYER,
+    empty_layers: bool = True,
 ) -> Planned:
     """Make a plan for an opened model; arguments as for ``plan``.
+
+    Without ``empty_layers``, every layer keeps a head.
 
     Raises:
         PlanError: If the budgets cannot be kept to.
@@ -121,15 +124,15 @@ def make_plan(
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
     record = asked_roles(config, source)
     held = held_units(record, config.keep_roles, attentions, unit)
-    constraints = constraints_of(net, layout, config.targets)
+    constraints = constraints_of(net, layout, config.targets, empty_layers)
     stored = model.result_dtypes(config.out_dtype).default
     limits = _limits(net, attentions, config, stored)
     heads = None if config.keep is None else head_budget(config.keep, sizes)
-    choice = HeadChoice(attentions, unit, config, limits, constraints, held)
+    choice = HeadChoice(attentions, unit, limits, constraints, held)
     kept = choice.of(values, heads)
     refuse_broken_hold(held, kept, sizes, config.keep_roles)
     share = None
-    if constraints != constraints.free:
+    if config.targets:
         free = replace(choice, constraints=constraints.free)
         share = share_of(values, kept, free.of(values, heads))
     flags = [float(at in kept) for at in range(len(sizes))]
