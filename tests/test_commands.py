@@ -100,7 +100,6 @@ def kinds(of: type[Settings] = Settings) -> list[type[Settings]]:
 # commands that are not in the table above; a split is written behind the place of data: DATA@SPLIT
 OTHERS: dict[str, tuple[str, ...]] = {
     "PlanConfig": ("prune",),
-    "BudgetConfig": ("prune",),
     "Writing": ("prune",),
     "CalibrationConfig": ("prune",),
     "ExportConfig": ("export", "pad"),

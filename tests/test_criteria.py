@@ -34,11 +34,12 @@ from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_heads, read_output, write_heads, write_output
 from headprune.model.loading import task_of
 from headprune.model.open import open_model
-from headprune.planning.allocation import BudgetLimit, allocate, kv_of_query
+from headprune.planning.allocation import BudgetLimit, allocate
 from headprune.planning.budgets import Prices, cache_prices, parameter_prices
 from headprune.planning.from_evidence import CutRequest
 from headprune.planning.plan import make_plan, plan
 from headprune.result.prune import prune
+from headprune.runtime.modeling_headprune import kv_owners
 from headprune.schemas.manifest import read_manifest
 from headprune.schemas.plan import Plan
 from headprune.schemas.scores import read_scores
@@ -296,7 +297,7 @@ def test_an_exact_plan_is_the_best_of_all(data: st.DataObject) -> None:
         used, start = [], 0
         for a in attentions:
             own = [at - start for at in kept if start <= at < start + a.query_heads]
-            used.append((len(own), len({kv_of_query(a, q) for q in own})))
+            used.append((len(own), len({kv_owners(a.group_sizes)[q] for q in own})))
             start += a.query_heads
         return prices.total(used)
 
@@ -350,7 +351,8 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
     limit = int(cached.total([(6, 1)] * 4)) + stubs
     small = made(max_kv_bytes=limit)
     groups = [
-        len({kv_of_query(a, q) for q in small.attentions[a.path].keep}) for a in attention_of(model)
+        len({kv_owners(a.group_sizes)[q] for q in small.attentions[a.path].keep})
+        for a in attention_of(model)
     ]
     assert sum(groups) == 4  # used up, by whichever layers matter
     shrunk = tiny.model("llama-gqa")

@@ -6,7 +6,6 @@ unit: the highest are kept first, and scores of different modules compare.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from headprune.errors import PlanError
 from headprune.evidence.statistics import Need, Statistics, Units
 from headprune.registry import Registry
+from headprune.tensors.draws import generator_for
 from headprune.tensors.least_squares import removal_costs
 
 Score = Callable[[Statistics, Units], Tensor]
@@ -177,8 +177,7 @@ def magnitude(statistics: Statistics, units: Units) -> Tensor:
 def random(statistics: Statistics, units: Units) -> Tensor:
     """A control: no information at all."""
     # by path, so that a module's scores do not depend on which others are scored
-    digest = hashlib.sha256(f"{statistics.seed} {statistics.path}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    generator = generator_for(f"{statistics.seed} {statistics.path}".encode())
     return torch.rand(len(units), generator=generator, dtype=torch.float64)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -16,6 +14,7 @@ from headprune.model.batch import Batch, inputs_of, token_mask
 from headprune.model.embedding import embedding
 from headprune.model.loading import UNMEASURED, Task
 from headprune.model.passes import run_model
+from headprune.tensors.draws import generator_for
 from headprune.tensors.dtypes import in_float32
 
 BY_EMBEDDING = ("features", "token-classification", "ctc", *UNMEASURED)
@@ -90,7 +89,6 @@ def _directions(batch: Batch, width: int, seed: int) -> Float[Tensor, "examples 
     for number, given in enumerate(inputs_of(batch).cpu()):
         real = given if mask is None else given[mask[number].cpu()]
         real = real.float() if real.is_floating_point() else real  # numpy has no bfloat16
-        digest = hashlib.sha256(str(seed).encode() + real.numpy().tobytes()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        generator = generator_for(str(seed).encode() + real.numpy().tobytes())
         rows.append(torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1)
     return torch.stack(rows)

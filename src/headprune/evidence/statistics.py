@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from headprune.errors import DataError
 from headprune.evidence.losses import example_losses
 from headprune.model.batch import Batch, real_tokens, token_mask
-from headprune.model.gating import apply_gate
+from headprune.model.gating import apply_gate, frozen
 from headprune.model.heads import read_output
 from headprune.model.loading import task_of
 from headprune.model.passes import RunsTwice, run_model
@@ -142,22 +142,14 @@ def collect(
         return result
     collector = _Collector(attentions, needs)
     finite = _Finite()
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    model.requires_grad_(False)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(collector.attached())
-            stack.enter_context(torch.set_grad_enabled(backward))
-            for number, batch in enumerate(batches):
-                collector.start(batch)
-                if backward:
-                    example_losses(model, task_of(model), batch, seed).sum().backward()
-                else:
-                    run_model(model, batch)
-                collector.finish(number, finite)
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+    with frozen(model), collector.attached(), torch.set_grad_enabled(backward):
+        for number, batch in enumerate(batches):
+            collector.start(batch)
+            if backward:
+                example_losses(model, task_of(model), batch, seed).sum().backward()
+            else:
+                run_model(model, batch)
+            collector.finish(number, finite)
     finite.confirm()
     for statistics, sums in zip(result, collector.sums, strict=True):
         statistics.runs = len(sums.live)

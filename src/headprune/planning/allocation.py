@@ -22,7 +22,7 @@ from scipy.sparse import lil_array
 from headprune.errors import PlanError
 from headprune.model.units import unit_sizes
 from headprune.planning.budgets import Prices
-from headprune.runtime.modeling_headprune import Attention
+from headprune.runtime.modeling_headprune import Attention, kv_owners
 from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit, members
 
@@ -80,9 +80,10 @@ def allocate(
     kv_at = {key: count + i for i, key in enumerate(kv)}
     module_at = {m: count + len(kv) + m for m in range(modules)}
     rows: list[_Row] = []
+    owners = [kv_owners(a.group_sizes) for a in attentions]
     for at, (m, u) in enumerate(flat):
         # a unit needs its KV heads, and a KV head its module
-        for owner in {kv_of_query(attentions[m], query) for query in u}:
+        for owner in {owners[m][query] for query in u}:
             rows.append(({kv_at[m, owner]: 1, at: -1}, 0, np.inf))
     for (m, _), at in kv_at.items():
         rows.append(({module_at[m]: 1, at: -1}, 0, np.inf))
@@ -125,15 +126,6 @@ def allocate(
         stay = int(sizes[held].sum())
         raise PlanError(_impossible(heads, filled, limits, stay))
     return [at for at in range(count) if solved.x[at] > 0.5]
-
-
-def kv_of_query(attention: Attention, query: int) -> int:
-    """Return the KV head of a query head, by position."""
-    for kv, size in enumerate(attention.group_sizes):
-        if query < size:
-            return kv
-        query -= size
-    raise IndexError(query)
 
 
 def _spent(

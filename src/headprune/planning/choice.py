@@ -17,12 +17,6 @@ from headprune.surgery.cut import config_holds
 from headprune.tensors.units import Unit
 
 
-def share_of(values: Tensor, kept: set[int], free: set[int]) -> float | None:
-    """Return the scores of ``kept`` as a fraction of those of ``free``."""
-    total = float(values[sorted(free)].sum())
-    return float(values[sorted(kept)].sum()) / total if total > 0 <= float(values.min()) else None
-
-
 def with_held(values: Tensor, held: frozenset[int]) -> list[float]:
     """Return the scores, infinite for held units."""
     return [math.inf if at in held else score for at, score in enumerate(values.tolist())]

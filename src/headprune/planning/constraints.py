@@ -41,11 +41,6 @@ class Constraints:
     shapes: frozenset[str] = frozenset(SHAPES)
 
     @property
-    def free(self) -> Constraints:
-        """The same for no engine."""
-        return Constraints(self.net, self.layout)
-
-    @property
     def even(self) -> bool:
         """True if every layer keeps the same heads."""
         return self.layout is LayoutOption.UNIFORM or QUERY_COUNTS not in self.shapes
