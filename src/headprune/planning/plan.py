@@ -26,7 +26,7 @@ from headprune.planning.from_scores import plan_from_scores
 from headprune.planning.roles import asked_roles, held_units, refuse_broken_hold, roles_lost
 from headprune.render.blocks import at_context
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.plan import Plan
+from headprune.schemas.plan import ModelIdentity, Plan
 from headprune.schemas.records import Evidence
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
 from headprune.surgery.cut import resolve
@@ -114,15 +114,33 @@ def make_plan(
         PlanError: If the budgets cannot be kept to.
     """
     net = model.any_net
-    source = model.identity
+    constraints = constraints_of(net, layout, config.targets, empty_layers)
+    stored = model.result_dtypes(config.out_dtype).default
+    planned = planned_by(net, model.identity, scores, config, constraints, stored)
+    if layout is not LayoutOption.PADDED and constraints != Constraints(net):
+        constraints.check(resolve(planned.plan, net, ragged=True))
+    return planned
+
+
+def planned_by(
+    net: PreTrainedModel,
+    source: ModelIdentity,
+    scores: Scores,
+    config: PlanConfig,
+    constraints: Constraints,
+    stored: torch.dtype,
+) -> Planned:
+    """Make a plan in some shapes; ``stored`` is the type that the result's KV cache has.
+
+    Raises:
+        PlanError: If the budgets cannot be kept to.
+    """
     name, values = scores.of(config.criterion)
     attentions = fitted_scores(net, scores)
     whole = [a for a in attention_of(net) if a.path not in scores.metadata.modules]
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
     record = asked_roles(config, source)
     held = held_units(record, config.keep_roles, attentions, unit)
-    constraints = constraints_of(net, layout, config.targets, empty_layers)
-    stored = model.result_dtypes(config.out_dtype).default
     limits = _limits(net, attentions, config, stored)
     heads = None if config.keep is None else head_budget(config.keep, sizes)
     kept = HeadChoice(attentions, unit, limits, constraints, held).of(values, heads)
@@ -131,8 +149,6 @@ def make_plan(
     left = sum(size for at, size in enumerate(sizes) if at in kept)
     plan = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
     spent = {limit.option: (limit.most, _total(limit, attentions, plan)) for limit in limits}
-    if layout is not LayoutOption.PADDED and constraints != Constraints(net):
-        constraints.check(resolve(plan, net, ragged=True))
     seed = scores.metadata.calibration.seed
     evidence = Evidence(kind="scores", id=scores.id, criterion=name, keep=config.keep, seed=seed)
     return Planned(plan, evidence, spent, scores.metadata, roles_lost(record, plan))

@@ -121,7 +121,7 @@ def converted(console: Console, result: Converted, given: Given = ({}, {})) -> N
 
 
 def kv_preview(console: Console, preview: KvPreview) -> None:
-    """Print a plan for KV heads, and what an even one would cost."""
+    """Print a plan for KV heads, and the cost of an even one."""
     even = preview.even
     if not isinstance(even, str):
         even = f"{even / (preview.planned.cost or 1.0):.2f} x this choice's"

@@ -1,4 +1,4 @@
-"""headprune prune --dry-run: the cut, and what an even one would cost."""
+"""headprune prune --dry-run: the cut, and the price of an even one."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Preview:
         shape: How the result would be stored.
         parameters: Parameters before and after.
         kv_heads: KV heads before and after.
-        shapes: With gates or scores: what the plan keeps of the evidence, and what the same heads
-            in every layer would.
+        shapes: With gates or scores: the evidence that the plan keeps, and that an even cut
+            would keep.
         roles_lost: Roles that lose their last head; None without a record of roles.
         warnings: Purpose and cost of zero heads, a sentence each.
     """
@@ -145,7 +145,7 @@ def _units(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> _U
 def _shapes(
     net: PreTrainedModel, source: ModelIdentity, asked: CutRequest, chosen: ChosenCuts
 ) -> tuple[ShapeCost, ...]:
-    """Return the evidence that a choice keeps, and what an even one would."""
+    """Return the evidence that a choice keeps, and that an even one would keep."""
     units = _units(net, source, asked)
 
     def cost(shape: str, cuts: ChosenCuts) -> ShapeCost:

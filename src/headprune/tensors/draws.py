@@ -1,4 +1,4 @@
-"""Random draws that depend on nothing but what they are for."""
+"""Random draws that depend on nothing but their purpose."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import torch
 
 
 def generator_for(content: bytes) -> torch.Generator:
-    """Return a generator on the CPU that is seeded by a content."""
+    """Return a generator on the CPU, seeded by a content."""
     digest = hashlib.sha256(content).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
