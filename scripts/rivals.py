@@ -30,11 +30,10 @@ from headprune.model.batch import doubled, real_tokens, token_mask
 from headprune.model.heads import project_output, read_output, write_output
 from headprune.model.loading import task_of
 from headprune.model.passes import OneStream, Stream, in_sequence, run_model
-from headprune.planning.allocation import PerModule, allocate
-from headprune.planning.choice import equal_shares
 from headprune.runtime.modeling_headprune import Attention, input_dim
 from headprune.tensors.index_maps import role_slices
 from headprune.tensors.least_squares import outer_sum
+from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit
 
 
@@ -205,9 +204,20 @@ def osscar(
 ) -> tuple[Gates, AbstractContextManager[Any]]:
     """OSSCAR: of every layer the same share, those heads without which a refit misses least."""
     total = sum(a.query_heads for a in attentions)
-    kept = equal_shares(attentions, Unit.HEAD, round(share * total), 0)
+    kept = equal_shares(attentions, round(share * total))
     gone = [a.query_heads - count for a, count in zip(attentions, kept, strict=True)]
     return _layer_by_layer(net, attentions, gone, examples, best_subset)
+
+
+def equal_shares(attentions: Sequence[Attention], heads: int) -> list[int]:
+    """Return the heads of each layer: the same share, ``heads`` in all; some are rounded up."""
+    total = sum(a.query_heads for a in attentions)
+    exact = [heads * a.query_heads / total for a in attentions]
+    counts = [int(share) for share in exact]
+    by_loss = sorted(range(len(counts)), key=lambda layer: counts[layer] - exact[layer])
+    for layer in by_loss[: heads - sum(counts)]:
+        counts[layer] += 1
+    return counts
 
 
 def _layer_by_layer(
@@ -329,15 +339,21 @@ def by_scores(
     if rival.normalised:
         values = torch.cat([part / part.norm() for part in values.split(heads)])
     count = round(share * sum(heads))
-    shares = equal_shares(attentions, Unit.HEAD, count, 0) if even else None
-    in_all = None if even else count
-    kept = allocate(attentions, Unit.HEAD, values.tolist(), in_all, PerModule(shares))
-    mask = torch.zeros(sum(heads))
-    mask[kept] = 1.0
-    gates = list(mask.split(heads))
+    if even:
+        shares = zip(values.split(heads), equal_shares(attentions, count), strict=True)
+        gates = [_opened(part, left) for part, left in shares]
+    else:
+        gates = list(_opened(values, count).split(heads))
     if rival.compensate is None:
         return gates, nullcontext()
     return rival.compensate(net, attentions, gates, examples, evidence)
+
+
+def _opened(scores: Tensor, count: int) -> Tensor:
+    """Return a gate for every score: 1 for the ``count`` best, 0 for the others."""
+    gate = torch.zeros(len(scores))
+    gate[keep_best(scores.tolist(), [1] * len(scores), count)] = 1.0
+    return gate
 
 
 # method -> from model, modules, share of heads that stay and text to gates, and a context in which

@@ -100,7 +100,6 @@ def kinds(of: type[Settings] = Settings) -> list[type[Settings]]:
 # commands that are not in the table above; a split is written behind the place of data: DATA@SPLIT
 OTHERS: dict[str, tuple[str, ...]] = {
     "PlanConfig": ("prune",),
-    "BudgetConfig": ("prune",),
     "Writing": ("prune",),
     "CalibrationConfig": ("prune",),
     "ExportConfig": ("export", "pad"),
@@ -335,15 +334,7 @@ def test_an_option_without_effect_is_refused(name: str, setting: str, others: st
     command = COMMANDS[name]
     parameters = command.parameters()
     required = {n: "x" for n, p in parameters.items() if p.default is inspect.Parameter.empty}
-    flags = {
-        "latent",
-        "dry_run",
-        "needle",
-        "update_baseline",
-        "allow_dirty",
-        "allow_other",
-        "per_layer",
-    }
+    flags = {"latent", "dry_run", "needle", "update_baseline", "allow_dirty", "allow_other"}
     value = VALUES.get(setting, setting in flags or 7)
     idle = required | {setting: value} | ({"speed": False} if others == "speed" else {})
     with pytest.raises(HeadpruneError, match=f"{setting}|{flag(setting)}.* has no effect without"):

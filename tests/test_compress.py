@@ -26,7 +26,7 @@ from headprune.compression.candidates import CANDIDATES, RemoveHeads, ShareKvHea
 from headprune.compression.compress import Compressed, Outline, _Compression
 from headprune.compression.goals import SizeGoal, _mergeable, goal_of
 from headprune.compression.selection import distance
-from headprune.config import BudgetConfig, CompressConfig, DataConfig, HealConfig
+from headprune.config import CompressConfig, DataConfig, HealConfig, PlanConfig
 from headprune.context import Context
 from headprune.data.passages import passage_words
 from headprune.errors import (
@@ -708,7 +708,7 @@ def test_measures_tell_the_original_from_others() -> None:
 
 
 def test_which_candidates_apply_follows_from_the_goal() -> None:
-    budget = BudgetConfig(keep=0.5)
+    budget = PlanConfig(keep=0.5)
     grouped = candidates_for(SizeGoal("", budget, (Unit.KV_GROUP,), 0.5))
     single = candidates_for(SizeGoal("", budget, (Unit.HEAD,), None))
     assert {c.way.unit for c in grouped if isinstance(c.way, RemoveHeads)} == {Unit.KV_GROUP}

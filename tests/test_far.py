@@ -83,7 +83,7 @@ class Job:
 def score(job: Job) -> dict[str, Tensor]:
     """Every criterion."""
     criteria = ["compensated", "gradient", "fisher", "fluctuation", "wanda", "reconstruction"]
-    criteria += ["leave-one-out", "confidence", "magnitude", "random"]
+    criteria += ["magnitude", "random"]
     return _tensors(job.scores(*criteria))
 
 

@@ -424,7 +424,6 @@ FOLDERS = [
     f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt OUT --overwrite",
     f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt --heal 3 OUT --overwrite",
     f"score {M} {TEXT} OUT --overwrite",
-    f"score {M} --criterion gates --config gates=zoo/gates OUT --overwrite",
     f"migrate {M} OUT --overwrite",
     f"train-gates {M} {TEXT} --steps 1 --target-heads 0.5 OUT --overwrite",
     f"heal {M} --teacher {M} {TEXT} --steps 1 OUT --overwrite",

@@ -58,7 +58,7 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("criterion", ["compensated", "fisher", "wanda", "confidence"])
+@pytest.mark.parametrize("criterion", ["compensated", "fisher", "wanda"])
 def test_scores(sharded: Path, tmp_path: Path, criterion: str) -> None:
     found = {}
     for placement in ("whole", "layers"):

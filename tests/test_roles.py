@@ -13,15 +13,18 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from rich.console import Console
+from torch import Tensor
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from headprune.config import CheckConfig, DataConfig, RolesConfig
 from headprune.errors import DataError, FamilyError
 from headprune.evaluation.loaded import Loaded, LoadedDomain
-from headprune.evidence.losses import losses_without
+from headprune.evidence.losses import example_losses
 from headprune.model.attention import attention_of, layer_of
 from headprune.model.batch import token_mask
+from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_output, write_output
+from headprune.model.loading import task_of
 from headprune.model.passes import run_model
 from headprune.planning.from_evidence import CutRequest
 from headprune.regression.limits import parse_limit
@@ -248,8 +251,18 @@ def test_the_loss_without_heads_is_that_of_the_whole_model_run_again(
     last = len(attentions) - 1
     together = [(Out(0, (0,), True), Out(last, places, True)) for places in ((0,), (1, 2))]
     by_ablation = rises(model, attentions, batches, means, [*alone, *together])
-    units = [[(head,) for head in range(a.query_heads)] for a in attentions]
-    expected = torch.cat(losses_without(model, attentions, units, batches))
+    every = [torch.ones(a.query_heads) for a in attentions]
+
+    def loss(gates: list[Tensor]) -> Tensor:
+        with torch.no_grad(), gated(attentions, fixed(gates)):
+            per_batch = [example_losses(model, task_of(model), batch) for batch in batches]
+        return torch.cat(per_batch).double().mean()
+
+    def closed(at: int, head: int) -> list[Tensor]:
+        gate = every[at].index_fill(0, torch.tensor([head]), 0.0)
+        return [*every[:at], gate, *every[at + 1 :]]
+
+    expected = torch.stack([loss(closed(*head)) for head in heads]) - loss(every)
     zeroed = torch.stack([by_ablation[one].mean() for one in alone[: len(heads)]])
     torch.testing.assert_close(zeroed, expected, atol=1e-5, rtol=0)
     assert not torch.allclose(zeroed, expected.flip(0), atol=1e-5, rtol=0)

@@ -49,12 +49,9 @@ _INPUTS = {
 _NEEDS = {
     "gradients": "a loss and its gradients",
     "curvature": "a loss and its gradients",
-    "losses": "a loss, one pass per unit",
     "activations": "text",
     "gram": "text",
     "recall": "text",
-    "attention": "text, with attention weights",
-    "gates": "trained gates (`--gates DIR`)",
 }
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 Item = TypeVar("Item")
+Progress = Callable[[int, int], None]
+"""Called with steps done, and steps in all."""
 
 
 def _no_step(done: int, total: int, numbers: str = "") -> None:

@@ -102,7 +102,6 @@ COMMANDS: tuple[str, ...] = (
         f"score m {_D} --criterion {name} {SCORING} out"
         for name in ("compensated", "gradient", "fisher", "fluctuation", "wanda", "reconstruction")
     ),
-    f"score m {_D} --criterion leave-one-out --criterion confidence {SCORING} out",
     "score m --criterion magnitude out",
     f"prune m --plan plan.json --refit text.txt {REFITTING} out",
     "prune m --plan plan.json out",

@@ -13,7 +13,6 @@ from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import ConvertConfig, HealConfig, LayoutOption, build
 from headprune.config.values import (
-    Length,
     Positive,
     Seed,
     Share,
@@ -60,7 +59,7 @@ def warnings(result: Any) -> Iterable[str]:
     needs={
         **dict.fromkeys(("calibration_tokens", "seq_len", "heal_steps", "seed"), "calibrate"),
         "text_column": "calibrate",
-        **dict.fromkeys(("train", "learning_rate", "heal_seq_len", "bf16"), "heal_steps"),
+        **dict.fromkeys(("train", "learning_rate", "bf16"), "heal_steps"),
     },
 )
 def convert_gqa(
@@ -94,7 +93,6 @@ def convert_gqa(
     text_column: str | None = None,
     train: Literal["attention", "lora", "all"] = "all",
     learning_rate: Positive | None = None,
-    heal_seq_len: Length | None = None,
     bf16: bool = True,
     dtype: o.Dtype = "auto",
     out_dtype: o.Dtype = "auto",
@@ -121,7 +119,7 @@ def convert_gqa(
     if heal_steps is None or text is None:
         return converted(output)
     refuse_healing_by_layers(placement)
-    healing = build(HealConfig, locals(), steps=heal_steps, seq_len=heal_seq_len)
+    healing = build(HealConfig, locals(), steps=heal_steps, seq_len=None)
     from headprune.distillation.heal import make_and_heal
 
     def make(unhealed: Path) -> None:

@@ -24,7 +24,6 @@ from headprune.config import (
 )
 from headprune.config.data import refuse_missing_file
 from headprune.config.values import (
-    Amount,
     Few,
     Kept,
     Length,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from headprune.result.write import Pruned
 
 NO_REFIT = "none"
-_BUDGETS = ("max_params", "max_kv_bytes", "per_layer", "min_per_layer", "keep_roles")
+_BUDGETS = ("max_params", "max_kv_bytes", "keep_roles")
 _OF_PLANNING = (
     *("model", "output", "scores", "criterion", "keep", "roles", *_BUDGETS),
     *("dry_run", "save_plan", "overwrite"),
@@ -127,8 +126,6 @@ def prune(
     dry_run: o.DryRun = False,
     save_plan: o.SavePlan | None = None,
     overwrite: o.Overwrite = False,
-    per_layer: bool = False,
-    min_per_layer: Amount = 0,
     text_column: str | None = None,
     calibration_tokens: Tokens | None = None,
     seq_len: Length | None = None,
@@ -159,7 +156,7 @@ def prune(
     refuse_several(request)
     planned = None
     limited = max_params is not None or max_kv_bytes is not None
-    if scores and (limited or any((per_layer, min_per_layer, keep_roles, save_plan))):
+    if scores and (limited or keep_roles or save_plan):
         budget = build(
             PlanConfig,
             criterion=criterion,
@@ -168,8 +165,6 @@ def prune(
             max_kv_bytes=max_kv_bytes,
             roles=roles,
             keep_roles=keep_roles,
-            per_layer=per_layer,
-            min_per_layer=min_per_layer,
             targets=targets,
             out_dtype=out_dtype,
         )

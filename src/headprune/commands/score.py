@@ -53,8 +53,8 @@ def score(
         str | Sequence[str],
         BeforeValidator(listed),
         o.option(
-            "compensated, gradient, fisher, fluctuation, wanda, reconstruction, leave-one-out, "
-            "confidence, magnitude, random or gates (repeatable)."
+            "compensated, gradient, fisher, fluctuation, wanda, reconstruction, magnitude or "
+            "random (repeatable)."
         ),
     ] = ("compensated",),
     data: o.Data | None = None,
@@ -64,7 +64,6 @@ def score(
     calibration_tokens: o.Tokens = 16_384,
     seq_len: o.SeqLen = 512,
     batch_size: Few = 4,
-    gates: o.File | None = None,
     attention: o.Kinds = (),
     dtype: o.Dtype = "auto",
     seed: Seed = 0,
@@ -79,8 +78,5 @@ def score(
     from headprune.result.twins import refuse_unproven
 
     config = build(ScoreConfig, locals())
-    folder = None if gates is None else Path(gates)
     source = o.data_at(data, text_column, label_column)
-    return score(
-        model, Path(output), config, source, folder, overwrite, context, refuse=refuse_unproven
-    )
+    return score(model, Path(output), config, source, overwrite, context, refuse=refuse_unproven)

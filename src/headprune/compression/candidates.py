@@ -92,12 +92,12 @@ def is_its_own(error: Exception) -> bool:
     return own or devices.out_of_memory(error)
 
 
-def _filled(make: Callable[[int], Made]) -> Made:
+def _filled(make: Callable[[bool], Made]) -> Made:
     """Leave every layer a head if the goal allows it: torchao and quanto load no empty weights."""
     try:
-        return make(1)
+        return make(False)
     except PlanError:
-        return make(0)
+        return make(True)
 
 
 class Maker(Protocol):
@@ -133,9 +133,7 @@ class RemoveHeads:
         scores = job.scores(self.unit, self.criterion)
         context.stage("planning")
         config = job.goal.budget.part(PlanConfig, criterion=self.criterion)
-        planned = _filled(
-            lambda least: make_plan(job.model, scores, config.part(PlanConfig, min_per_layer=least))
-        )
+        planned = _filled(lambda empty: make_plan(job.model, scores, config, empty_layers=empty))
         return propose_removal(
             job.model,
             CutRequest(plan=planned.plan, evidence=planned.evidence),
@@ -160,8 +158,8 @@ class ShareKvHeads:
         config = job.config.part(ConvertConfig, kv_budget=job.goal.kv_share)
         layout = LayoutOption.PER_LAYER
         merged = _filled(
-            lambda least: merged_of(
-                job.model, config, job.text, layout, context, not least, job.curvature
+            lambda empty: merged_of(
+                job.model, config, job.text, layout, context, empty, job.curvature
             )
         )
         return Proposal(merged.edit, merged.changes)

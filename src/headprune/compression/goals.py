@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from headprune.config import BudgetConfig, CompressConfig
+from headprune.config import CompressConfig, PlanConfig
 from headprune.errors import PlanError
 from headprune.model.cost import stated_context
 from headprune.planning.budgets import Prices, cache_prices, parameter_prices
@@ -34,7 +34,7 @@ class SizeGoal:
     """
 
     said: str
-    budget: BudgetConfig
+    budget: PlanConfig
     units: tuple[Unit, ...]
     kv_share: float | None
     context: int = 1
@@ -80,7 +80,7 @@ def goal_of(
         present = prices.total([(a.query_heads, a.kv_heads) for a in attentions])
         unit = f" bytes {at_context(context)} in {dtype_name(stored)}"
         _refuse_out_of_reach("--max-kv-bytes", config.max_kv_bytes, prices.rest, present, unit)
-        budget = config.part(BudgetConfig)
+        budget = config.part(PlanConfig)
         said = f"KV cache of at most {config.max_kv_bytes:,}{unit}, of {present:,.0f}"
         fit = _mergeable(prices, config.max_kv_bytes)
         share = min(fit, kv_heads) / kv_heads if fit else None
@@ -88,12 +88,12 @@ def goal_of(
     if config.max_params is not None:
         least = parameter_prices(net, attentions).rest
         _refuse_out_of_reach("--max-params", config.max_params, least, net.num_parameters())
-        budget = config.part(BudgetConfig)
+        budget = config.part(PlanConfig)
         said = f"at most {config.max_params:,} parameters, of {net.num_parameters():,}"
         return SizeGoal(said, budget, (whole,), None, context)
     assert config.keep is not None  # one goal is set
     said = f"{config.keep:.4g} of the {'KV heads, as queries share them' if grouped else 'heads'}"
-    budget = config.part(BudgetConfig)
+    budget = config.part(PlanConfig)
     return SizeGoal(said, budget, (whole,), config.keep if grouped else None, context)
 
 

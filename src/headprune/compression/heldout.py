@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.compression.texts import CHARACTERS, Documents, Parts
+from headprune.context import Progress
 from headprune.data.passages import passage_words
 from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.text import HELD_OUT, evenly
@@ -32,7 +33,6 @@ _ROWS = 8  # held-out rows, at least: half of them choose
 _RUNNING = ("causal-lm", "masked-lm")
 
 Outputs = Mapping[str, Floats]  # by text
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from headprune.compression.goals import SizeGoal
 from headprune.compression.heldout import HeldOut, Measure
+from headprune.context import Progress
 from headprune.model.attention import attention_of
 from headprune.model.cost import KVCache
 from headprune.model.open import Model
@@ -19,7 +20,6 @@ from headprune.surgery.edit import Edit, sketch, trying
 
 ORIGINAL = "original"
 _WORD_LOST = 0.1  # of perplexity; with some 50 words, more would weigh their chance
-Progress = Callable[[int, int], None]
 
 
 class Selection:

@@ -115,37 +115,28 @@ class ScoreConfig(CalibrationConfig):
     attention: Names = ()
 
 
-class BudgetConfig(Settings):
+class PlanConfig(Settings):
     """Budget of a plan: at least one of ``keep`` and the two limits.
 
-    ``out_dtype`` is the result's, which its KV cache has.
+    ``out_dtype`` is the result's, which its KV cache has; ``criterion`` is that of several scores.
     """
 
     targets: Targets = ()
     keep: Kept | None = None
-    per_layer: bool = False
-    min_per_layer: Amount = 0
     max_params: Count | None = None
     max_kv_bytes: Amount | None = None
     keep_roles: Names = ()
     roles: Place | None = None
     out_dtype: Dtype = Dtype.AUTO
+    criterion: str | None = None
 
     @model_validator(mode="after")
-    def _some_goal(self) -> BudgetConfig:
+    def _some_goal(self) -> PlanConfig:
         if all(goal is None for goal in (self.keep, self.max_params, self.max_kv_bytes)):
             raise ValueError("give what may stay: --keep, --max-params or --max-kv-bytes")
         if self.keep_roles and self.roles is None:
             raise ValueError("--keep-roles has no effect without --roles: give both")
-        if self.per_layer and self.keep is None:
-            raise ValueError("per_layer has no effect without --keep: give both")
         return self
-
-
-class PlanConfig(BudgetConfig):
-    """A budget, and which of several scores decides."""
-
-    criterion: str | None = None
 
 
 class ConvertConfig(Settings):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import warnings
@@ -57,6 +56,7 @@ from headprune.model.batch import (
 from headprune.model.embedding import prompt_of
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of, vocabulary_of
 from headprune.model.refusals import refuse_without_padding, refuse_without_text
+from headprune.tensors.draws import generator_for
 
 _STEPS = 8  # of a pass over the text, at least
 _LOOKED_AT = 1_000  # texts whose mean length counts
@@ -314,7 +314,6 @@ def calibration(
         # of two texts, one would be lost; of a chat, the places of answers
         whole=data.pairs or data.loss is Loss.ANSWERS,
         batch_size=config.batch_size,
-        special_ids=tuple(getattr(tokenizer, "all_special_ids", ())),
     )
 
 
@@ -384,8 +383,7 @@ def masked(input_ids: Tensor, tokenizer: Any, seed: int) -> tuple[Tensor, Tensor
     special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
     chosen = torch.zeros_like(input_ids, dtype=torch.bool)
     for row, ids in enumerate(input_ids):
-        digest = hashlib.sha256(str(seed).encode() + ids.cpu().numpy().tobytes()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        generator = generator_for(str(seed).encode() + ids.cpu().numpy().tobytes())
         draw = torch.rand(ids.shape[0], generator=generator)
         draw[torch.isin(ids.cpu(), special)] = 2.0
         allowed = int((draw < 2.0).sum())
@@ -474,26 +472,13 @@ def _number(label: str) -> float:
 
 
 def _several_reader(column: Labels, ids: dict[str, int]) -> Callable[[str], Label]:
-    """Of two classes, "0,1" may be flags or numbers; rows of the column with one meaning decide."""
-    forms = {_is_flags(label, ids) for label in (column if len(ids) == 2 else ())} - {None}
-    decided = forms.pop() if len(forms) == 1 else None
-
-    def is_flags(label: str) -> bool:
-        flags = _is_flags(label, ids)
-        if flags is None and decided is None:
-            raise DataError(
-                f"The label '{label}' may be one 0 or 1 per label, or the numbers of the true "
-                f"ones. Write the names ({', '.join(ids)}), or 0.0 and 1.0."
-            )
-        return bool(decided if flags is None else flags)
-
     def true_ones(label: str) -> list[str]:
         return list(filter(None, label_parts(label, ids)))
 
-    numbers = _class_numbers(([] if is_flags(one) else true_ones(one) for one in column), ids)
+    numbers = _class_numbers(([] if _is_flags(one, ids) else true_ones(one) for one in column), ids)
 
     def read(label: str) -> list[float]:
-        if is_flags(label):
+        if _is_flags(label, ids):
             return [float(part) for part in label_parts(label, ids)]
         holding = {numbers[part] for part in true_ones(label)}
         return [float(number in holding) for number in range(len(ids))]
@@ -501,11 +486,19 @@ def _several_reader(column: Labels, ids: dict[str, int]) -> Callable[[str], Labe
     return read
 
 
-def _is_flags(label: str, ids: dict[str, int]) -> bool | None:
-    """Return whether a label is a 0 or 1 for each; None if it may name the true ones."""
+def _is_flags(label: str, ids: dict[str, int]) -> bool:
+    """Return whether a label is a 0 or 1 for each.
+
+    Raises:
+        DataError: If it may also name the true ones.
+    """
     parts = label_parts(label, ids)
     if len(parts) != len(ids) or not {*parts} <= {"0", "1", "0.0", "1.0"}:
         return False
     holding = {str(number) for number in ids.values()} | {*ids}
-    either = len(parts) == 2 and len({*parts}) == 2 and {*parts} <= holding
-    return None if either else True
+    if len(parts) == 2 and len({*parts}) == 2 and {*parts} <= holding:
+        raise DataError(
+            f"The label '{label}' may be one 0 or 1 per label, or the numbers of the true "
+            f"ones. Write the names ({', '.join(ids)}), or 0.0 and 1.0."
+        )
+    return True

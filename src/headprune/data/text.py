@@ -109,14 +109,12 @@ class Sequences:
         collate: Makes a batch of some of them.
         longest: Tokens of a row at most; a longer one loses those before its last.
         batch_size: Sequences per batch; fewer of long ones.
-        special_ids: Ids of special tokens.
     """
 
     rows: Dataset
     collate: Collate
     longest: int | None = None
     batch_size: int = 1
-    special_ids: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -171,7 +169,6 @@ class Text:
         tokens: int,
         whole: bool = True,
         batch_size: int = 1,
-        special_ids: tuple[int, ...] = (),
     ) -> Text:
         """Fit on about ``tokens`` tokens, on one row at least.
 
@@ -181,7 +178,7 @@ class Text:
         mean = float(lengths(rows, longest).mean())
         count = min(len(rows), max(1, int(tokens / mean)))
         parts = split(len(rows), count, 2 * max(1, count // HELD_OUT))
-        how = (collate, longest, batch_size, special_ids)
+        how = (collate, longest, batch_size)
         return cls(*(Sequences(rows.select(numbers), *how) for numbers in parts))
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.config.data import Loss
-from headprune.context import Context
+from headprune.context import Context, Progress
 from headprune.data.audio import Recordings, speech_of
 from headprune.data.images import Images, pixels_of
 from headprune.data.read import Examples
@@ -42,7 +42,6 @@ from headprune.evaluation.probes import (
     Needle,
     last_word_columns,
 )
-from headprune.evaluation.quality import Progress
 from headprune.evaluation.recall import WORDS, RecalledWords, WordMarks
 from headprune.evaluation.refusals import are_pairs
 from headprune.evaluation.report import (

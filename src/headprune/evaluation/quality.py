@@ -5,7 +5,7 @@ Every value belongs to one sequence or example and does not depend on the batch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import compress, repeat
 from typing import Any, NamedTuple, cast
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from headprune.context import Progress
 from headprune.data.batches import masked, pairs_of
 from headprune.data.sequences import refuse_empty
 from headprune.data.text import Collate, lengths
@@ -30,7 +31,6 @@ from headprune.model.embedding import embedding
 from headprune.model.loading import task_of
 from headprune.model.placement import input_device, on_device
 
-Progress = Callable[[int, int], None]
 Floats = NDArray[np.float64]
 
 

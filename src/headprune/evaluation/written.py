@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.context import Allowed
+from headprune.context import Allowed, Progress
 from headprune.data.audio import Recordings, features_of
 from headprune.data.read import Examples
 from headprune.data.sequences import begin_once, refuse_empty
@@ -32,7 +32,6 @@ from headprune.packages import refuse_missing
 from headprune.registry import did_you_mean
 
 Counts = Callable[[Sequence[str], Sequence[str]], Sequence[Any]]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ unit: the highest are kept first, and scores of different modules compare.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from headprune.errors import PlanError
 from headprune.evidence.statistics import Need, Statistics, Units
 from headprune.registry import Registry
+from headprune.tensors.draws import generator_for
 from headprune.tensors.least_squares import removal_costs
 
 Score = Callable[[Statistics, Units], Tensor]
@@ -164,30 +164,6 @@ def _removal_costs(
 
 
 @criterion(
-    "leave-one-out",
-    source="Michel et al. 2019, arXiv 1905.10650, section 3.2",
-    sees="the loss is the same without it",
-    needs=["losses"],
-)
-def leave_one_out(statistics: Statistics, units: Units) -> Tensor:
-    """Exact: the rise of the loss without a head. One pass over the data per head."""
-    return statistics.losses
-
-
-@criterion(
-    "confidence",
-    source="Voita et al. 2019, arXiv 1905.09418, section 4: mean of the largest attention weight",
-    sees="it spreads its attention evenly",
-    needs=["attention"],
-)
-def confidence(statistics: Statistics, units: Units) -> Tensor:
-    """Voita et al. 2019: a confident head looks at one token with most of its weight."""
-    if not units:
-        return statistics.attention[:0]
-    return torch.stack([statistics.attention[list(unit)].mean() for unit in units])
-
-
-@criterion(
     "magnitude",
     source="a control: |W_O| of the head's block",
     sees="its block of W_O is zero",
@@ -201,20 +177,8 @@ def magnitude(statistics: Statistics, units: Units) -> Tensor:
 def random(statistics: Statistics, units: Units) -> Tensor:
     """A control: no information at all."""
     # by path, so that a module's scores do not depend on which others are scored
-    digest = hashlib.sha256(f"{statistics.seed} {statistics.path}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    generator = generator_for(f"{statistics.seed} {statistics.path}".encode())
     return torch.rand(len(units), generator=generator, dtype=torch.float64)
-
-
-@criterion(
-    "gates",
-    source="Voita et al. 2019, arXiv 1905.09418, eq. 6, trained by headprune train-gates",
-    sees="training closed it",
-    needs=["gates"],
-)
-def gates(statistics: Statistics, units: Units) -> Tensor:
-    """Trained gates, scored like any other criterion."""
-    return statistics.gates
 
 
 CRITERIA.freeze()

@@ -1,9 +1,6 @@
-"""The loss of every example for itself, and its rise when heads are left out."""
+"""The loss of every example for itself."""
 
 from __future__ import annotations
-
-import hashlib
-from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -15,63 +12,12 @@ from headprune.data.text import Sequences
 from headprune.errors import DataError
 from headprune.model.batch import Batch, inputs_of, token_mask
 from headprune.model.embedding import embedding
-from headprune.model.gating import fixed, gated
-from headprune.model.loading import UNMEASURED, Task, task_of
+from headprune.model.loading import UNMEASURED, Task
 from headprune.model.passes import run_model
-from headprune.runtime.modeling_headprune import Attention
+from headprune.tensors.draws import generator_for
 from headprune.tensors.dtypes import in_float32
 
 BY_EMBEDDING = ("features", "token-classification", "ctc", *UNMEASURED)
-
-
-def losses_without(
-    model: PreTrainedModel,
-    attentions: Sequence[Attention],
-    units: Sequence[Sequence[Sequence[int]]],
-    batches: Sequence[Batch],
-    seed: int = 0,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Float[Tensor, " units"]]:
-    """Return the rise of the mean loss per example when a unit is closed, for every unit, exactly.
-
-    Args:
-        model: The model.
-        attentions: The attention modules.
-        units: Per module, its units.
-        batches: The examples.
-        seed: As for ``collect``.
-        progress: Called with units done and units in all.
-
-    Raises:
-        DataError: If an example has nothing to score, or a loss is not finite.
-    """
-    total, found, done, task = sum(map(len, units)), [], 0, task_of(model)
-    open_ = [torch.ones(a.query_heads) for a in attentions]
-    reference = None
-    if task in BY_EMBEDDING:  # it has no loss that closing a unit could raise
-        with torch.no_grad(), gated(attentions, fixed(open_)):
-            reference = [embedding(model, batch) for batch in batches]
-
-    def mean(gates: Sequence[Tensor]) -> float:
-        with torch.no_grad(), gated(attentions, fixed(gates)):
-            if reference is not None:  # there the loss is the distance to the whole model's
-                gaps = zip(batches, reference, strict=True)
-                losses = [(embedding(model, b) - r).square().sum(-1) for b, r in gaps]
-            else:
-                losses = [example_losses(model, task, batch, seed) for batch in batches]
-        return float(torch.cat(losses).double().mean())
-
-    whole = mean(open_)
-    for position, of_module in enumerate(units):
-        rises = []
-        for unit in of_module:
-            gate = open_[position].clone()
-            gate[list(unit)] = 0.0
-            rises.append(mean([*open_[:position], gate, *open_[position + 1 :]]) - whole)
-            done += 1
-            progress(done, total)
-        found.append(torch.tensor(rises, dtype=torch.float64))
-    return found
 
 
 @torch.no_grad()
@@ -143,7 +89,6 @@ def _directions(batch: Batch, width: int, seed: int) -> Float[Tensor, "examples 
     for number, given in enumerate(inputs_of(batch).cpu()):
         real = given if mask is None else given[mask[number].cpu()]
         real = real.float() if real.is_floating_point() else real  # numpy has no bfloat16
-        digest = hashlib.sha256(str(seed).encode() + real.numpy().tobytes()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        generator = generator_for(str(seed).encode() + real.numpy().tobytes())
         rows.append(torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1)
     return torch.stack(rows)

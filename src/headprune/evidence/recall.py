@@ -9,16 +9,17 @@ probability that goes with a head, whose gate is z, is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headprune.context import Progress
 from headprune.data.passages import PassageWord
 from headprune.model.answers import Prompt, answered
-from headprune.model.gating import gated
+from headprune.model.gating import frozen, gated
 from headprune.model.passes import logits_at
 from headprune.runtime.modeling_headprune import Attention
 
@@ -32,7 +33,7 @@ def needed(
     model: PreTrainedModel,
     words: Sequence[PassageWord],
     batch_size: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> list[Prompt]:
     """Return the words that only their passage tells, as prompts.
 
@@ -56,15 +57,9 @@ def effects(
         words: The words, after their passages.
     """
     gates = [torch.ones(1, a.query_heads) for a in attentions]
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.requires_grad_(False)
-    try:
-        with gated(attentions, lambda position: gates[position].requires_grad_()):
-            for word in words:
-                _log_probability(model, word).backward()
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+    with frozen(model), gated(attentions, lambda position: gates[position].requires_grad_()):
+        for word in words:
+            _log_probability(model, word).backward()
     slopes = (torch.zeros_like(gate) if gate.grad is None else gate.grad for gate in gates)
     return [slope[0].double().cpu() for slope in slopes]
 

@@ -18,7 +18,6 @@ from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
 from headprune.evidence import recall
 from headprune.evidence.criteria import CRITERIA, per_unit
-from headprune.evidence.losses import losses_without
 from headprune.evidence.statistics import Need, Statistics, collect, first_not_finite
 from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
@@ -26,26 +25,23 @@ from headprune.model.batch import most_tokens
 from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.open import Model, open_model
 from headprune.model.refusals import refuse_without_text
-from headprune.model.units import default_unit, fitted_gates, leaves_ragged
+from headprune.model.units import default_unit, leaves_ragged
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.gates import read_metadata
 from headprune.schemas.manifest import utc_now, versions
-from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
 from headprune.surgery.refit import refuse_singular
 from headprune.tensors.units import Unit, members
 
-NEEDS_LOSS: frozenset[Need] = frozenset({"gradients", "curvature", "losses"})
-NEEDS_DATA: frozenset[Need] = NEEDS_LOSS | {"activations", "gram", "attention"}
+NEEDS_LOSS: frozenset[Need] = frozenset({"gradients", "curvature"})
+NEEDS_DATA: frozenset[Need] = NEEDS_LOSS | {"activations", "gram"}
 
 
-@claims_output("model", "data", "gates")
-def score(  # noqa: PLR0913  # the inputs of the command, and its proof
+@claims_output("model", "data")
+def score(
     model: str | Path,
     output: Path,
     config: ScoreConfig,
     data: DataConfig | None = None,
-    gates: Path | None = None,
     overwrite: bool = False,
     context: Context = Context(),
     refuse: Callable[[Model, Context], object] = lambda model, context: None,
@@ -57,7 +53,6 @@ def score(  # noqa: PLR0913  # the inputs of the command, and its proof
         output: The scores folder; it appears whole or not at all.
         config: By which criteria (``headprune.evidence.criteria``), and how much data is used.
         data: Where the examples come from; some criteria need none.
-        gates: With the criterion "gates": the folder that train-gates wrote.
         overwrite: Replace an existing output.
         context: Progress and permissions.
         refuse: Called with the opened model, before the long work.
@@ -65,16 +60,16 @@ def score(  # noqa: PLR0913  # the inputs of the command, and its proof
     Raises:
         HeadpruneError: If model, data and criteria do not fit together.
     """
-    refuse_request(config, data, gates)
+    refuse_request(config, data)
     context.stage("loading the model")
     opened = open_model(model, config.dtype, context.allowed, calibrates=data is not None)
     refuse(opened, context)
-    result, _ = scores_on(opened, config, data, gates, context)
+    result, _ = scores_on(opened, config, data, context)
     write_scores(output, result)
     return result
 
 
-def refuse_request(config: ScoreConfig, data: DataConfig | None, gates: Path | None) -> None:
+def refuse_request(config: ScoreConfig, data: DataConfig | None) -> None:
     """Refuse what does not fit together, whatever the model, before it is loaded.
 
     Raises:
@@ -84,18 +79,13 @@ def refuse_request(config: ScoreConfig, data: DataConfig | None, gates: Path | N
     needs = needs_of(criteria)
     if needs & NEEDS_DATA and data is None:
         raise DataError(f"{_listed(criteria)} looks at what heads do on text: give --data DATA.")
-    if ("gates" in needs) != (gates is not None):
-        raise PlanError("--criterion gates and --gates DIR (from train-gates) go together.")
     refuse_unknown_kinds(config.attention)
-    if gates is not None:
-        read_metadata(gates)
 
 
 def scores_on(
     model: Model,
     config: ScoreConfig,
     data: DataConfig | None = None,
-    gates: Path | None = None,
     context: Context = Context(),
 ) -> tuple[Scores, list[Statistics]]:
     """Score the heads of an opened model; arguments as for ``score``.
@@ -109,8 +99,6 @@ def scores_on(
     criteria, unit, needs = config.criterion, config.unit, needs_of(config.criterion)
     net, source = model.net, model.identity
     attentions = of_kinds(attention_of(net), config.attention)
-    if gates is not None:
-        attentions, unit, trained = _trained_gates(net, gates, source, attentions, unit)
     unit = unit or default_unit(attentions)
     examples = None
     if data is not None and needs & NEEDS_DATA:
@@ -127,10 +115,6 @@ def scores_on(
     if data is not None and "recall" in needs:
         words = words_of(model, data)
     evidence = gather(net, attentions, config, examples, words, context)
-    if gates is not None:
-        sizes = [len(members(unit, a.group_sizes)) for a in attentions]
-        for statistics, part in zip(evidence, trained.split(sizes), strict=True):
-            statistics.collected["gates"] = part
     values = {name: scores_of(name, evidence, attentions, unit) for name in criteria}
     metadata = ScoresMetadata(
         created=utc_now(),
@@ -182,7 +166,7 @@ def gather(
     words: Sequence[PassageWord] = (),
     context: Context = Context(),
 ) -> list[Statistics]:
-    """Collect the statistics of some criteria: one pass, and one more per unit for "losses".
+    """Collect the statistics of some criteria in one pass.
 
     Args:
         net: The model.
@@ -196,10 +180,9 @@ def gather(
     context.stage("scoring")
     if examples is None:
         return collect(net, attentions, (), needs - NEEDS_DATA, seed=config.seed)
-    batches = examples.batches()
-    passes = context.each(batches)
+    passes = context.each(examples.batches())
     needs |= {"activations"}  # whose counts of tokens and runs say whether W_O can be refitted
-    statistics = collect(net, attentions, passes, needs, examples.special_ids, config.seed)
+    statistics = collect(net, attentions, passes, needs, config.seed)
     if "gram" in needs:
         needing = [name for name in config.criterion if "gram" in CRITERIA[name].needs]
         for part, attention in zip(statistics, attentions, strict=True):
@@ -215,13 +198,6 @@ def gather(
             effects = recall.effects(net, attentions, context.each(told))
             for part, effect in zip(statistics, effects, strict=True):
                 part.collected["recall"] = effect
-    if "losses" in needs:
-        context.stage("leaving heads out")
-        unit = config.unit or default_unit(attentions)
-        units = [members(unit, a.group_sizes) for a in attentions]
-        losses = losses_without(net, attentions, units, batches, config.seed, context.step)
-        for part, rises in zip(statistics, losses, strict=True):
-            part.collected["losses"] = rises
     return statistics
 
 
@@ -266,33 +242,6 @@ def refits(statistics: Sequence[Statistics], examples: Sequences) -> bool:
     width = max((shape[0] * shape[2] for shape in heads), default=0)
     enough = len(examples.rows) >= 2 and examples.tokens >= width
     return enough and all(part.runs <= 1 for part in statistics)
-
-
-def _trained_gates(
-    net: PreTrainedModel,
-    folder: Path,
-    source: ModelIdentity,
-    attentions: list[Attention],
-    unit: Unit | None,
-) -> tuple[list[Attention], Unit, Tensor]:
-    trained, known = fitted_gates(net, source, folder)
-    if trained.weights is not None:
-        raise PlanError(
-            f"The gates in '{folder}' come with trained weights, which scores cannot hold. Give "
-            "them to prune --gates."
-        )
-    if unit not in (None, trained.metadata.unit):
-        raise PlanError(
-            f"The gates in '{folder}' are of unit {trained.metadata.unit.value}; leave out --unit."
-        )
-    if not {a.path for a in known} <= {a.path for a in attentions}:
-        raise PlanError(
-            f"The gates in '{folder}' are of {len(trained.metadata.modules)} attention modules; "
-            "leave out attention."
-        )
-    # units that training kept come first
-    scores = trained.log_alpha.double() + 1e6 * trained.kept
-    return known, trained.metadata.unit, scores
 
 
 def _listed(criteria: Sequence[str]) -> str:

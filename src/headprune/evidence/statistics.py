@@ -18,28 +18,25 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headprune import devices
-from headprune.errors import DataError, PlanError
+from headprune.errors import DataError
 from headprune.evidence.losses import example_losses
 from headprune.model.batch import Batch, real_tokens, token_mask
-from headprune.model.gating import apply_gate
+from headprune.model.gating import apply_gate, frozen
 from headprune.model.heads import read_output
 from headprune.model.loading import task_of
-from headprune.model.passes import RunsTwice, eager_attention, run_model
+from headprune.model.passes import RunsTwice, run_model
 from headprune.model.residency import recomputing
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.dtypes import in_float32
 from headprune.tensors.least_squares import outer_sum
 
-Need = Literal[
-    "gradients", "activations", "gram", "curvature", "attention", "losses", "gates", "recall"
-]
+Need = Literal["gradients", "activations", "gram", "curvature", "recall"]
 """A statistic of ``Statistics``, by the name of its attribute."""
 
 Units = Sequence[Sequence[int]]
 """Positions of the query heads of every unit of one attention module."""
 
-IN_PASS: frozenset[Need] = frozenset({"gradients", "activations", "gram", "curvature", "attention"})
+IN_PASS: frozenset[Need] = frozenset({"gradients", "activations", "gram", "curvature"})
 
 
 @dataclass(frozen=True)
@@ -110,21 +107,6 @@ class Statistics:
         return self._get("curvature")
 
     @property
-    def attention(self) -> Float[Tensor, " heads"]:
-        """Mean over tokens of the largest attention weight, special tokens not counted."""
-        return self._get("attention")
-
-    @property
-    def losses(self) -> Float[Tensor, " units"]:
-        """Rise of the mean loss per example without a unit."""
-        return self._get("losses")
-
-    @property
-    def gates(self) -> Float[Tensor, " units"]:
-        """log_alpha of trained gates; above all others where they stayed open."""
-        return self._get("gates")
-
-    @property
     def recall(self) -> Float[Tensor, " heads"]:
         """Words that only the passage tells, and that go with a head (``recall.effects``)."""
         return self._get("recall")
@@ -139,7 +121,6 @@ def collect(
     attentions: Sequence[Attention],
     batches: Iterable[Batch],
     needs: frozenset[Need],
-    special_ids: Sequence[int] = (),
     seed: int = 0,
 ) -> list[Statistics]:
     """Collect statistics in one pass over the data: one forward, and one backward for gradients.
@@ -149,12 +130,11 @@ def collect(
         attentions: The attention modules.
         batches: The examples; ``labels`` among the inputs where the task has some.
         needs: The statistics; those outside of ``IN_PASS`` are left to others.
-        special_ids: Token ids whose attention weights do not count.
         seed: Seed of the directions that stand for a loss where a model has no head.
 
     Raises:
         DataError: If an example has nothing to score, or a number is not finite.
-        PlanError: If the model gives no attention weights, or a module of a Gram matrix runs twice.
+        PlanError: If a module of a Gram matrix runs twice.
     """
     result = [Statistics(a.path, partial(_output_weight, a), seed) for a in attentions]
     backward = bool(needs & {"gradients", "curvature"})
@@ -162,22 +142,14 @@ def collect(
         return result
     collector = _Collector(attentions, needs)
     finite = _Finite()
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    model.requires_grad_(False)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(collector.attached(model))
-            stack.enter_context(torch.set_grad_enabled(backward))
-            for number, batch in enumerate(batches):
-                collector.start(batch, special_ids)
-                if backward:
-                    example_losses(model, task_of(model), batch, seed).sum().backward()
-                else:
-                    run_model(model, batch)
-                collector.finish(number, finite)
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+    with frozen(model), collector.attached(), torch.set_grad_enabled(backward):
+        for number, batch in enumerate(batches):
+            collector.start(batch)
+            if backward:
+                example_losses(model, task_of(model), batch, seed).sum().backward()
+            else:
+                run_model(model, batch)
+            collector.finish(number, finite)
     finite.confirm()
     for statistics, sums in zip(result, collector.sums, strict=True):
         statistics.runs = len(sums.live)
@@ -195,7 +167,6 @@ class _Sums:
     activations: Activations | None = None
     gram: Tensor | None = None
     curvature: Tensor | None = None
-    attention: tuple[Tensor | float, int] = 0.0, 0
     tokens: int = 0
     live: list[Tensor] = field(default_factory=list)  # gates of this batch, one per run
 
@@ -205,14 +176,12 @@ class _Sums:
         heads, hidden, head_dim = self.heads, weight.shape[1], weight.shape[-1]
         zeros = partial(torch.zeros, dtype=torch.float64)
         seen = self.activations or Activations(zeros(heads, head_dim), zeros(heads, head_dim), 0)
-        total, count = self.attention
         every: dict[Need, Any] = {
             "gradients": torch.cat(self.gradients).cpu() if self.gradients else zeros(1, heads),
             "activations": Activations(seen.sums.cpu(), seen.squares.cpu(), seen.tokens),
             "gram": self._gram(),
             "curvature": (zeros(hidden) if self.curvature is None else self.curvature.cpu())
             / max(self.tokens, 1),
-            "attention": (zeros(heads) + torch.as_tensor(total).cpu()) / max(count, 1),
         }
         return {need: value for need, value in every.items() if need in needs}
 
@@ -227,7 +196,6 @@ class _Collector:
     """Hooks on attention modules, and the sums that they feed."""
 
     batch: Batch
-    special: Tensor
 
     def __init__(self, attentions: Sequence[Attention], needs: frozenset[Need]) -> None:
         self.attentions, self.needs = attentions, needs
@@ -235,7 +203,7 @@ class _Collector:
         self.sums = [_Sums(a.query_heads, _is_biased(a)) for a in attentions]
 
     @contextmanager
-    def attached(self, model: PreTrainedModel) -> Iterator[None]:
+    def attached(self) -> Iterator[None]:
         """Attach the hooks for the time of a pass."""
         with ExitStack() as stack:
             for attention, sums in zip(self.attentions, self.sums, strict=True):
@@ -245,18 +213,11 @@ class _Collector:
                 stack.callback(output.register_forward_pre_hook(hook).remove)
                 if "curvature" in self.needs:
                     stack.callback(output.register_forward_hook(_on_outputs(sums)).remove)
-                if "attention" in self.needs:
-                    weights = self._on_attention(attention, sums)
-                    stack.callback(attention.module.register_forward_hook(weights).remove)
-            if "attention" in self.needs:
-                stack.enter_context(eager_attention(model))
             yield
 
-    def start(self, batch: Batch, special_ids: Sequence[int]) -> None:
+    def start(self, batch: Batch) -> None:
         """Forget the gates of the last batch; hooks make those of the coming one."""
         self.batch = batch
-        special = torch.tensor(sorted(set(special_ids)), dtype=torch.long)
-        self.special = special.to(devices.chosen())
         for sums in self.sums:
             sums.live = []
 
@@ -267,12 +228,6 @@ class _Collector:
             seen = sums.activations
             if seen is not None:  # before any gradient: one wrong activation spoils all of them
                 finite.note(seen.squares, "An activation", attention, number)
-            runs = seen is not None and seen.tokens > 0
-            if "attention" in self.needs and runs and not sums.attention[1]:
-                raise PlanError(
-                    f"'{attention.path}' does not give its attention weights, which the criterion "
-                    "confidence needs. Use other criteria."
-                )
         for attention, sums in modules:
             # a module that runs more than once has a gate at every run
             rows = [gate.grad for gate in sums.live if gate.grad is not None]
@@ -310,31 +265,6 @@ class _Collector:
             return apply_gate(x, gate), *args[1:]
 
         return hook
-
-    def _on_attention(
-        self, attention: Attention, sums: _Sums
-    ) -> Callable[[nn.Module, Any, Any], None]:
-        @torch.no_grad()
-        def hook(module: nn.Module, args: Any, outputs: Any) -> None:
-            weights = outputs[1] if isinstance(outputs, tuple) and len(outputs) > 1 else None
-            if not isinstance(weights, Tensor) or weights.dim() != 4 or recomputing():
-                return
-            # a head with nothing to say looks at a special token
-            ids = self._keys(attention.kind, weights.shape[-1])
-            if ids is not None:
-                special = torch.isin(ids, self.special.to(ids.device)).to(weights.device)
-                weights = weights.masked_fill(special[:, None, None, :], 0.0)
-            largest = weights.amax(-1).transpose(1, 2)  # (batch, length, heads)
-            rows = real_tokens(largest, token_mask(self.batch, attention.kind))
-            total, count = sums.attention
-            sums.attention = total + rows.double().sum(0), count + len(rows)
-
-        return hook
-
-    def _keys(self, kind: str, length: int) -> Tensor | None:
-        name = "decoder_input_ids" if kind == "decoder" else "input_ids"
-        ids = self.batch.get(name)
-        return ids if isinstance(ids, Tensor) and ids.shape[-1] == length else None
 
 
 def _on_outputs(sums: _Sums) -> Callable[[nn.Module, Any, Tensor], None]:

@@ -6,7 +6,7 @@ greedy decoding would write. One pass over prompt and answer tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from headprune.context import Progress
 from headprune.model.passes import logits_at
 
 Floats = NDArray[np.float64]
@@ -33,7 +34,7 @@ def answered(
     model: PreTrainedModel,
     prompts: Sequence[Prompt],
     batch_size: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> Floats:
     """Return, per prompt, 1 where the model gives its answer, else 0.
 

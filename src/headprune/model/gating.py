@@ -57,6 +57,18 @@ def gated(attentions: Sequence[Attention], source: GateSource) -> Iterator[None]
         yield
 
 
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Take no gradients of weights in a ``with`` block; gates have theirs."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+
+
 def open_elsewhere(
     every: Sequence[Attention],
     attentions: Sequence[Attention],

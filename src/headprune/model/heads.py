@@ -15,7 +15,12 @@ from transformers.pytorch_utils import Conv1D
 
 from headprune.errors import PlanError
 from headprune.model.residency import present
-from headprune.runtime.modeling_headprune import Attention, ProjectionModule, input_dim
+from headprune.runtime.modeling_headprune import (
+    Attention,
+    ProjectionModule,
+    input_dim,
+    kv_owners,
+)
 from headprune.tensors.index_maps import role_slices
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -50,7 +55,7 @@ class HeadWeights:
     @property
     def owners(self) -> list[int]:
         """The KV head of every query head."""
-        return [kv for kv, size in enumerate(self.group_sizes) for _ in range(size)]
+        return kv_owners(self.group_sizes)
 
     def affine(self, role: str) -> Float[Tensor, "heads head_dim hidden_1"]:
         """Return weights with the bias as a last column, for inputs with a 1 at the end."""

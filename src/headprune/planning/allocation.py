@@ -11,8 +11,7 @@ through scipy.optimize.milp.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +22,7 @@ from scipy.sparse import lil_array
 from headprune.errors import PlanError
 from headprune.model.units import unit_sizes
 from headprune.planning.budgets import Prices
-from headprune.runtime.modeling_headprune import Attention
+from headprune.runtime.modeling_headprune import Attention, kv_owners
 from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit, members
 
@@ -48,31 +47,13 @@ class BudgetLimit:
     option: str
 
 
-@dataclass(frozen=True)
-class PerModule:
-    """The modules' own constraints.
-
-    Attributes:
-        heads: Query heads of each module, exactly; None for any number.
-        least: Least query heads of each module; empty for no bound.
-    """
-
-    heads: Sequence[int] | None = None
-    least: Sequence[int] = ()
-
-    @property
-    def free(self) -> bool:
-        """True if there is no constraint."""
-        return self.heads is None and not any(self.least)
-
-
 def allocate(
     attentions: Sequence[Attention],
     unit: Unit,
     scores: Sequence[float],
     heads: int | None = None,
-    per_module: PerModule = PerModule(),
     limits: Sequence[BudgetLimit] = (),
+    filled: Collection[int] = (),
 ) -> list[int]:
     """Return the positions of the units to keep.
 
@@ -82,14 +63,14 @@ def allocate(
         scores: One score per unit, in order. Without a number of heads, the least score counts
             slightly above zero, so that budgets are used up. A unit with an infinite score stays.
         heads: Query heads to keep, exactly; None for the most that the limits allow.
-        per_module: Constraints of the modules.
         limits: Budgets.
+        filled: Positions of the modules that keep a head at least.
 
     Raises:
         PlanError: If no choice meets all of them.
     """
     units = [members(unit, a.group_sizes) for a in attentions]
-    if not limits and heads is not None and per_module.free:
+    if not limits and heads is not None and not filled:
         return keep_best(scores, unit_sizes(attentions, unit), heads)  # exact by itself
     flat = [(m, u) for m, of_module in enumerate(units) for u in of_module]
     sizes = np.array([len(u) for _, u in flat], dtype=float)
@@ -99,9 +80,10 @@ def allocate(
     kv_at = {key: count + i for i, key in enumerate(kv)}
     module_at = {m: count + len(kv) + m for m in range(modules)}
     rows: list[_Row] = []
+    owners = [kv_owners(a.group_sizes) for a in attentions]
     for at, (m, u) in enumerate(flat):
         # a unit needs its KV heads, and a KV head its module
-        for owner in {kv_of_query(attentions[m], query) for query in u}:
+        for owner in {owners[m][query] for query in u}:
             rows.append(({kv_at[m, owner]: 1, at: -1}, 0, np.inf))
     for (m, _), at in kv_at.items():
         rows.append(({module_at[m]: 1, at: -1}, 0, np.inf))
@@ -110,12 +92,10 @@ def allocate(
         rows.append(({at: 1, **its_kv}, -np.inf, 0))
     if heads is not None:
         rows.append((dict(enumerate(sizes)), heads, heads))
-    for m in range(modules):
+    for m in filled:
         queries = {at: sizes[at] for at, (module, _) in enumerate(flat) if module == m}
-        if per_module.heads is not None:
-            rows.append((queries, per_module.heads[m], per_module.heads[m]))
-        elif any(per_module.least) and queries:
-            rows.append((queries, per_module.least[m], np.inf))
+        if queries:
+            rows.append((queries, 1, np.inf))
     for limit in limits:
         spent = _spent(limit.prices, flat, sizes, kv_at, module_at)
         scale = max(map(abs, spent.values()), default=0.0) or 1.0  # the solver's tolerance is 1e-6
@@ -131,7 +111,7 @@ def allocate(
     gain[:count] = _gains(
         np.where(held, values[~held].max(initial=0.0), values),
         sizes,
-        fixed=heads is not None or per_module.heads is not None,
+        fixed=heads is not None,
     )
     solved = milp(
         -gain * _GAIN,
@@ -144,17 +124,8 @@ def allocate(
     )
     if solved.x is None:
         stay = int(sizes[held].sum())
-        raise PlanError(_impossible(heads, per_module, limits, stay))
+        raise PlanError(_impossible(heads, filled, limits, stay))
     return [at for at in range(count) if solved.x[at] > 0.5]
-
-
-def kv_of_query(attention: Attention, query: int) -> int:
-    """Return the KV head of a query head, by position."""
-    for kv, size in enumerate(attention.group_sizes):
-        if query < size:
-            return kv
-        query -= size
-    raise IndexError(query)
 
 
 def _spent(
@@ -182,17 +153,12 @@ def _gains(scores: Floats, sizes: Floats, fixed: bool) -> Floats:
 
 def _impossible(
     heads: int | None,
-    per_module: PerModule,
+    filled: Collection[int],
     limits: Sequence[BudgetLimit],
     held: int,
 ) -> str:
     demands = [] if heads is None else [f"{heads} query heads in all"]
-    demands += ["equal shares in every module"] if per_module.heads is not None else []
-    floors_of = Counter(least for least in per_module.least if least)
-    demands += [
-        f"{least} in each of {modules} modules (min_per_layer, or --for)"
-        for least, modules in floors_of.items()
-    ]
+    demands += [f"a head in each of {len(filled)} modules (--for, or the model)"] if filled else []
     demands += [f"--keep-roles (query heads held: {held})"] if held else []
     demands += [limit.option for limit in limits]
     floors = [

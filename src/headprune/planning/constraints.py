@@ -41,11 +41,6 @@ class Constraints:
     shapes: frozenset[str] = frozenset(SHAPES)
 
     @property
-    def free(self) -> Constraints:
-        """The same for no engine."""
-        return Constraints(self.net, self.layout)
-
-    @property
     def even(self) -> bool:
         """True if every layer keeps the same heads."""
         return self.layout is LayoutOption.UNIFORM or QUERY_COUNTS not in self.shapes
@@ -64,12 +59,12 @@ class Constraints:
     def allows(self, layer: int, kept: int, present: int) -> bool:
         """Return whether a layer may keep the queries of some of its KV heads."""
         if not kept:
-            return EMPTY in self.shapes and not self.keeps_a_head(layer)
+            return not self.keeps_a_head(layer)
         return kept == present or QUERY_COUNTS in self.shapes
 
     def keeps_a_head(self, layer: int) -> bool:
         """Return whether a layer must keep a head: for an engine, or for other layers."""
-        if family_of(self.net.config).keeps_a_head:
+        if EMPTY not in self.shapes or family_of(self.net.config).keeps_a_head:
             return True
         filled = {TARGETS[target].zero_heads for target in self.targets}
         return "every" in filled or ("first" in filled and layer == 0)
@@ -104,8 +99,9 @@ def constraints_of(
     net: PreTrainedModel,
     layout: LayoutOption,
     targets: Sequence[Target],
+    empty_layers: bool = True,
 ) -> Constraints:
-    """Return the constraints of targets and a layout.
+    """Return the constraints of targets and a layout; ``empty_layers`` may lose all their heads.
 
     Raises:
         PlanError: If one takes no such model, or not the layout.
@@ -125,7 +121,7 @@ def constraints_of(
                 "out one of the two."
             )
         shapes &= held
-    return Constraints(net, layout, tuple(targets), shapes)
+    return Constraints(net, layout, tuple(targets), shapes if empty_layers else shapes - {EMPTY})
 
 
 def _others(net: PreTrainedModel) -> str:

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import BudgetConfig, DataConfig, LayoutOption, Method, Target
+from headprune.config import DataConfig, LayoutOption, Method, PlanConfig, Target
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
 from headprune.model.attention import attention_of
 from headprune.model.units import (
     fitted_gates,
-    fitted_scores,
     head_budget,
     refuse_target,
     unit_sizes,
@@ -25,14 +24,12 @@ from headprune.planning.choice import HeadChoice
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.from_scores import plan_from_scores
 from headprune.planning.padding import laid_out
-from headprune.runtime.modeling_headprune import Attention
+from headprune.planning.plan import planned_by
 from headprune.schemas.gates import GatesMetadata, read_metadata
 from headprune.schemas.plan import ModelIdentity, Plan, plan_content, read_plan
 from headprune.schemas.records import Evidence
 from headprune.schemas.scores import read_scores
 from headprune.surgery.cut import Cut
-from headprune.tensors.selection import keep_best
-from headprune.tensors.units import Unit
 
 
 @dataclass(frozen=True)
@@ -187,36 +184,10 @@ def _from_scores(
     net: PreTrainedModel, source: ModelIdentity, request: CutRequest, constraints: Constraints
 ) -> tuple[Plan, Evidence]:
     assert request.scores is not None
-    assert request.keep is not None
     scores = read_scores(request.scores, source)
-    unit, attentions = scores.metadata.unit, fitted_scores(net, scores)
-    whole = [a for a in attention_of(net) if a.path not in scores.metadata.modules]
-    sizes = unit_sizes(attentions, unit)
-    budget = head_budget(request.keep, sizes)
-    criterion, values = scores.of(request.criterion)
-    flags, budget = _chosen(constraints, attentions, unit, values, budget)
-    evidence = Evidence(
-        kind="scores",
-        id=scores.id,
-        criterion=criterion,
-        keep=request.keep,
-        seed=scores.metadata.calibration.seed,
-    )
-    return plan_from_scores(attentions, unit, flags, budget, source, whole=whole), evidence
-
-
-def _chosen(
-    constraints: Constraints,
-    attentions: list[Attention],
-    unit: Unit,
-    scores: Tensor,
-    budget: int,
-) -> tuple[list[float], int]:
-    """Return 1 for every kept unit and 0 for others, and the number of kept heads."""
-    sizes = unit_sizes(attentions, unit)
-    choice = HeadChoice(attentions, unit, BudgetConfig(keep=budget), [], constraints)
-    kept = choice.of(scores, budget)
-    return [float(p in kept) for p in range(len(sizes))], sum(sizes[p] for p in kept)
+    budget = PlanConfig(keep=request.keep, criterion=request.criterion, targets=request.targets)
+    planned = planned_by(net, source, scores, budget, constraints, net.dtype)
+    return planned.plan, planned.evidence
 
 
 def _from_gates(
@@ -235,14 +206,15 @@ def _from_gates(
     alpha = trained.log_alpha.double()
     scores = alpha + (alpha.max() - alpha.min() + 1.0) * trained.kept
     scale = torch.where(trained.kept, trained.value, 1.0).tolist()
-    flags, budget = _chosen(constraints, attentions, unit, scores, budget)
-    if trained.metadata.method is Method.REFIT:
-        kept = set(trained.kept.nonzero()[:, 0].tolist())
-        if set(keep_best(flags, sizes, budget)) != kept:
-            raise PlanError(
-                "W_O was refitted to the heads that these gates keep, and --layout or "
-                "--for keeps others. Leave these out, or train gates with --method l0."
-            )
+    kept = HeadChoice(attentions, unit, [], constraints).of(scores, budget)
+    flags = [float(at in kept) for at in range(len(sizes))]
+    budget = sum(sizes[at] for at in kept)
+    fitted = trained.metadata.method is Method.REFIT
+    if fitted and kept != set(trained.kept.nonzero()[:, 0].tolist()):
+        raise PlanError(
+            "W_O was refitted to the heads that these gates keep, and --layout or "
+            "--for keeps others. Leave these out, or train gates with --method l0."
+        )
     plan = plan_from_scores(attentions, unit, flags, budget, source, scale, whole)
     seed = trained.metadata.seed
     evidence = Evidence(kind="gates", id=trained.id, keep=keep, seed=seed)

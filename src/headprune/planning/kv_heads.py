@@ -319,7 +319,6 @@ def _curvature(
         attentions,
         context.each(examples.batches()),
         frozenset({"curvature"}),
-        special_ids=examples.special_ids,
         seed=seed,
     )
     return {part.path: part.curvature for part in evidence}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from headprune.config import BudgetConfig, LayoutOption, PlanConfig
+from headprune.config import LayoutOption, PlanConfig
 from headprune.context import Context
 from headprune.evidence.score import reckons_with_refit
 from headprune.io.outputs import claims_output
@@ -20,13 +20,13 @@ from headprune.model.open import Model, open_model
 from headprune.model.units import fitted_scores, head_budget, refuse_target, unit_sizes
 from headprune.planning.allocation import BudgetLimit
 from headprune.planning.budgets import cache_prices, parameter_prices
-from headprune.planning.choice import HeadChoice, share_of
+from headprune.planning.choice import HeadChoice
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.from_scores import plan_from_scores
 from headprune.planning.roles import asked_roles, held_units, refuse_broken_hold, roles_lost
 from headprune.render.blocks import at_context
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.plan import Plan
+from headprune.schemas.plan import ModelIdentity, Plan
 from headprune.schemas.records import Evidence
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
 from headprune.surgery.cut import resolve
@@ -42,8 +42,6 @@ class Planned:
         evidence: The evidence of the choice.
         spent: Per budget: the limit, and the plan's sum.
         scores: Metadata of the scores.
-        kept_of_free: With ``--for``: the kept scores as a fraction of those kept without it; None
-            where scores have no such fraction.
         roles_lost: Roles that lose their last head; None without a record of roles.
     """
 
@@ -51,7 +49,6 @@ class Planned:
     evidence: Evidence
     spent: dict[str, tuple[float, float]]
     scores: ScoresMetadata
-    kept_of_free: float | None = None
     roles_lost: tuple[str, ...] | None = None
 
     @property
@@ -107,46 +104,60 @@ def make_plan(
     scores: Scores,
     config: PlanConfig,
     layout: LayoutOption = LayoutOption.PER_LAYER,
+    empty_layers: bool = True,
 ) -> Planned:
     """Make a plan for an opened model; arguments as for ``plan``.
+
+    Without ``empty_layers``, every layer keeps a head.
 
     Raises:
         PlanError: If the budgets cannot be kept to.
     """
     net = model.any_net
-    source = model.identity
+    constraints = constraints_of(net, layout, config.targets, empty_layers)
+    stored = model.result_dtypes(config.out_dtype).default
+    planned = planned_by(net, model.identity, scores, config, constraints, stored)
+    if layout is not LayoutOption.PADDED and constraints != Constraints(net):
+        constraints.check(resolve(planned.plan, net, ragged=True))
+    return planned
+
+
+def planned_by(
+    net: PreTrainedModel,
+    source: ModelIdentity,
+    scores: Scores,
+    config: PlanConfig,
+    constraints: Constraints,
+    stored: torch.dtype,
+) -> Planned:
+    """Make a plan in some shapes; ``stored`` is the type that the result's KV cache has.
+
+    Raises:
+        PlanError: If the budgets cannot be kept to.
+    """
     name, values = scores.of(config.criterion)
     attentions = fitted_scores(net, scores)
     whole = [a for a in attention_of(net) if a.path not in scores.metadata.modules]
     unit, sizes = scores.metadata.unit, unit_sizes(attentions, scores.metadata.unit)
     record = asked_roles(config, source)
     held = held_units(record, config.keep_roles, attentions, unit)
-    constraints = constraints_of(net, layout, config.targets)
-    stored = model.result_dtypes(config.out_dtype).default
     limits = _limits(net, attentions, config, stored)
     heads = None if config.keep is None else head_budget(config.keep, sizes)
-    choice = HeadChoice(attentions, unit, config, limits, constraints, held)
-    kept = choice.of(values, heads)
+    kept = HeadChoice(attentions, unit, limits, constraints, held).of(values, heads)
     refuse_broken_hold(held, kept, sizes, config.keep_roles)
-    share = None
-    if constraints != constraints.free:
-        free = replace(choice, constraints=constraints.free)
-        share = share_of(values, kept, free.of(values, heads))
     flags = [float(at in kept) for at in range(len(sizes))]
     left = sum(size for at, size in enumerate(sizes) if at in kept)
     plan = plan_from_scores(attentions, unit, flags, left, source, whole=whole)
     spent = {limit.option: (limit.most, _total(limit, attentions, plan)) for limit in limits}
-    if layout is not LayoutOption.PADDED and constraints != Constraints(net):
-        constraints.check(resolve(plan, net, ragged=True))
     seed = scores.metadata.calibration.seed
     evidence = Evidence(kind="scores", id=scores.id, criterion=name, keep=config.keep, seed=seed)
-    return Planned(plan, evidence, spent, scores.metadata, share, roles_lost(record, plan))
+    return Planned(plan, evidence, spent, scores.metadata, roles_lost(record, plan))
 
 
 def _limits(
     net: PreTrainedModel,
     attentions: Sequence[Attention],
-    budget: BudgetConfig,
+    budget: PlanConfig,
     stored: torch.dtype,
 ) -> list[BudgetLimit]:
     limits = []

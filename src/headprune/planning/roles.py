@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from headprune.config import BudgetConfig
+from headprune.config import PlanConfig
 from headprune.errors import PlanError
 from headprune.registry import did_you_mean
 from headprune.runtime.modeling_headprune import Attention
@@ -14,7 +14,7 @@ from headprune.schemas.roles import RolesRecord, read_roles
 from headprune.tensors.units import Unit, members
 
 
-def asked_roles(budget: BudgetConfig, model: ModelIdentity | None = None) -> RolesRecord | None:
+def asked_roles(budget: PlanConfig, model: ModelIdentity | None = None) -> RolesRecord | None:
     """Return the roles record of a plan; None without one.
 
     Raises:

@@ -6,12 +6,11 @@ import time
 from pathlib import Path
 
 from headprune.config import CheckConfig
-from headprune.context import Allowed
+from headprune.context import Allowed, Progress
 from headprune.errors import HeadpruneError
 from headprune.evaluation.evaluate import run
 from headprune.evaluation.loaded import Loaded, load
 from headprune.evaluation.metrics import is_score, parted, spec_of
-from headprune.evaluation.quality import Progress
 from headprune.evaluation.report import Identified, Metric
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import BASELINE

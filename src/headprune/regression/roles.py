@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from headprune.config import CheckConfig, RolesConfig
-from headprune.context import Context
+from headprune.context import Context, Progress
 from headprune.evaluation.comparison import Interval
 from headprune.evaluation.loaded import Loaded
-from headprune.evaluation.quality import Progress
 from headprune.model.placement import alone_on_device
 from headprune.regression.limits import Limit
 from headprune.regression.verdicts import Judged, judge

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from headprune.render.blocks import GONE, KEPT
 from headprune.render.markdown import line_of_code
+from headprune.runtime.modeling_headprune import kv_owners
 from headprune.tensors.units import Unit, members
 
 State = Literal["kept", "removed", "earlier", "scored"]  # earlier: it was gone before the run
@@ -89,7 +90,7 @@ class HeadMap:
             shared = {kv: group for group in merged.get(layer.path, ()) for kv in group}
             if set(layer.sizes) == {1} and not shared:
                 continue
-            of_head = (kv for kv, size in enumerate(layer.sizes) for _ in range(size))
+            of_head = kv_owners(layer.sizes)
             for cell, kv in zip(layer.cells, of_head, strict=True):
                 others = ", ".join(str(one) for one in shared.get(kv, ()) if one != kv)
                 cell.facts["KV head"] = f"{kv}, merged with {others}" if others else str(kv)

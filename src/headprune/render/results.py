@@ -67,8 +67,7 @@ def preview(console: Console, preview: Preview) -> None:
         records.heads(preview.plan),
         before_after(counts),
         *roles_lost(preview.roles_lost),
-        *_costs("--layout", preview.shapes),
-        *_costs("--for", preview.engines),
+        *_costs(preview.shapes),
         Paragraph(f"{records.stored(preview.shape, uneven)} {_DRY}"),
     ]
     show(console, page)
@@ -83,17 +82,12 @@ def roles_lost(lost: Sequence[str] | None) -> list[Block]:
     return [Paragraph(f"No head stays of these roles: {', '.join(lost)}.", "warning")]
 
 
-def _costs(option: str, costs: Sequence[ShapeCost]) -> list[Block]:
-    rows: dict[tuple[str, ...], list[str]] = {}
+def _costs(costs: Sequence[ShapeCost]) -> list[Block]:
+    rows = []
     for cost in costs:
         share = "-" if cost.evidence is None else percent(cost.evidence)
-        cells = (str(cost.heads), share, str(cost.stored))
-        if cost.why_not is not None:
-            cells = ("-", "-", cost.why_not)
-        rows.setdefault(cells, []).append(cost.shape)
-    columns = (option, "heads", "kept evidence", "stored")
-    table = Table(columns, [(", ".join(names), *cells) for cells, names in rows.items()])
-    return [table] if costs else []
+        rows.append((cost.shape, str(cost.heads or "-"), share, cost.why_not or cost.stored or ""))
+    return [Table(("shape", "heads", "kept evidence", "stored"), rows)] if costs else []
 
 
 def pruned(console: Console, result: Pruned, given: Given = ({}, {})) -> None:
@@ -127,15 +121,14 @@ def converted(console: Console, result: Converted, given: Given = ({}, {})) -> N
 
 
 def kv_preview(console: Console, preview: KvPreview) -> None:
-    """Print a plan for KV heads and its costs by engine."""
-    free = preview.free or 1.0
-    rows = [
-        (name, cost if isinstance(cost, str) else f"{cost / free:.2f} x the free choice's")
-        for name, cost in preview.engines.items()
-    ]
+    """Print a plan for KV heads, and the cost of an even one."""
+    even = preview.even
+    if not isinstance(even, str):
+        even = f"{even / (preview.planned.cost or 1.0):.2f} x this choice's"
+    rows = [("the same number in every layer", even)]
     counts = before_after([("KV heads", *preview.kv_heads)])
-    engines = Table(("--for", "expected cost"), rows, names=2)
-    show(console, [*_ways(preview.planned), counts, engines, Paragraph(_DRY)])
+    costs = Table(("instead", "expected cost"), rows, names=2)
+    show(console, [*_ways(preview.planned), counts, costs, Paragraph(_DRY)])
 
 
 def _ways(planned: KvPlan) -> list[Block]:
@@ -269,9 +262,6 @@ def planned(console: Console, result: Planned, output: Path | None, next_command
             (name, f"{most:,.6g}", f"{spent:,.6g}") for name, (most, spent) in result.spent.items()
         ]
         page.append(Table(("budget", "at most", "plan"), rows))
-    if result.kept_of_free is not None:
-        share = percent(result.kept_of_free)
-        page.append(Paragraph(f"It keeps {share} of the evidence of a choice for no engine."))
     page += roles_lost(result.roles_lost)
     page += [Paragraph(note, "note") for note in result.notes]
     if output is not None:

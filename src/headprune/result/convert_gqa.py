@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption, Target, Writing
+from headprune.config import ConvertConfig, DataConfig, Grouping, LayoutOption, Writing
 from headprune.context import Context
 from headprune.data.text import Sequences
 from headprune.errors import DataError, PlanError
@@ -77,15 +77,13 @@ class KvPreview:
         plan: The plan.
         kv_heads: KV heads of the converted modules, before and after.
         planned: The way of every module, and the other measured ways.
-        free: Expected cost of the best choice among all ways.
-        engines: Per ``--for``, the expected cost of its best choice, or the reason for none.
+        even: Expected cost of the same number in every layer, or the reason for none.
     """
 
     plan: Plan
     kv_heads: tuple[int, int]
     planned: KvPlan
-    free: float
-    engines: Mapping[str, float | str]
+    even: float | str
 
     def as_json(self) -> dict[str, Any]:
         """For ``--dry-run --json``."""
@@ -93,7 +91,7 @@ class KvPreview:
         return {
             "kv_heads": list(self.kv_heads),
             "expected_cost": self.planned.cost,
-            "engines": dict(self.engines),
+            "even_cost": self.even,
             "ways": {path: way.model_dump(mode="json") for path, way in ways.items()},
             "plan": self.plan.model_dump(mode="json"),
         }
@@ -340,25 +338,20 @@ def preview(
     after = sum(way.kv_heads for way in ways.values())
     assert config.kv_budget is not None
     budget = round(config.kv_budget * before)
-    free = choose(opened.planned.ways, budget, "the budget").cost
-    engines = _costs_for(opened, budget)
-    return KvPreview(plan, (before, after), opened.planned, free, engines)
+    return KvPreview(plan, (before, after), opened.planned, _even_cost(opened, budget))
 
 
-def _costs_for(opened: Opened, budget: int) -> dict[str, float | str]:
-    """Return the cost of the choice for every engine."""
+def _even_cost(opened: Opened, budget: int) -> float | str:
+    """Return the cost of the same number of KV heads in every layer, or the reason for none."""
     assert opened.planned is not None
-    found: dict[str, float | str] = {}
-    for target in Target:
-        try:
-            constraints = constraints_of(opened.model.net, LayoutOption.PER_LAYER, (target,))
-            chosen = choose(opened.planned.ways, budget, "the budget", constraints)
-            wanted = {path: way.kv_heads for path, way in chosen.chosen.items()}
-            _check_native(constraints, opened.model.net, wanted)
-            found[target.value] = chosen.cost
-        except PlanError as error:
-            found[target.value] = str(error).split(". ")[0] + "."
-    return found
+    try:
+        constraints = constraints_of(opened.model.net, LayoutOption.UNIFORM, ())
+        chosen = choose(opened.planned.ways, budget, "the budget", constraints)
+        wanted = {path: way.kv_heads for path, way in chosen.chosen.items()}
+        _check_native(constraints, opened.model.net, wanted)
+    except PlanError as error:
+        return str(error).split(". ")[0] + "."
+    return chosen.cost
 
 
 def _wanted(config: ConvertConfig, attentions: Sequence[Attention]) -> dict[str, int]:

@@ -19,7 +19,6 @@ from headprune.model.open import Model
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import stated_counts
 from headprune.planning.kv_heads import KvPlan, Texts, plan_kv_heads
-from headprune.planning.targets import EMPTY
 from headprune.result.prune import whole
 from headprune.result.write import refuse_unprovable
 from headprune.runtime.modeling_headprune import Attention
@@ -99,9 +98,7 @@ def prepare_merging(
     """
     merger, weighing = Merger.of(config, calibrate is not None), weighs(config, calibrate, layout)
     net = model.any_net
-    constraints = constraints_of(net, layout, config.targets)
-    if not empty_layers:
-        constraints = replace(constraints, shapes=constraints.shapes - {EMPTY})
+    constraints = constraints_of(net, layout, config.targets, empty_layers)
     attentions = _to_merge(net, config)
     _refuse(net, attentions)
     if config.kv_heads is not None:

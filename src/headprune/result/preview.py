@@ -1,4 +1,4 @@
-"""headprune prune --dry-run: the cut, and the costs of other layouts and engines."""
+"""headprune prune --dry-run: the cut, and the price of an even one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import Dtype, LayoutOption, Target
+from headprune.config import Dtype, LayoutOption
 from headprune.context import Allowed
 from headprune.errors import PlanError
 from headprune.model.cost import kv_heads_of
 from headprune.model.open import open_model
 from headprune.model.units import fitted_gates, fitted_scores, unit_sizes
-from headprune.planning.from_evidence import CutRequest, cuts_by, refuse_request
+from headprune.planning.from_evidence import ChosenCuts, CutRequest, cuts_by, refuse_request
 from headprune.planning.roles import roles_lost
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import ModelIdentity, Plan, Shape
@@ -32,7 +32,7 @@ class ShapeCost:
     """The cost of a shape.
 
     Attributes:
-        shape: The value of ``--layout`` or of ``--for``.
+        shape: The values of ``--for``, or of ``--layout``.
         heads: Query heads that it keeps, zero heads not among them; None where it is not possible.
         evidence: Share that it keeps of the expected open heads, by gates, or of the scores; None
             where scores are not such that shares of them say anything.
@@ -56,8 +56,8 @@ class Preview:
         shape: How the result would be stored.
         parameters: Parameters before and after.
         kv_heads: KV heads before and after.
-        shapes: With gates or scores: what every layout would keep of the evidence.
-        engines: The same of every ``--for``.
+        shapes: With gates or scores: the evidence that the plan keeps, and that an even cut
+            would keep.
         roles_lost: Roles that lose their last head; None without a record of roles.
         warnings: Purpose and cost of zero heads, a sentence each.
     """
@@ -67,7 +67,6 @@ class Preview:
     parameters: tuple[int, int]
     kv_heads: tuple[int, int]
     shapes: tuple[ShapeCost, ...] = ()
-    engines: tuple[ShapeCost, ...] = ()
     roles_lost: tuple[str, ...] | None = None
     warnings: tuple[str, ...] = ()
 
@@ -79,7 +78,6 @@ class Preview:
             "kv_heads": list(self.kv_heads),
             "parameters": list(self.parameters),
             "shapes": [asdict(cost) for cost in self.shapes],
-            "engines": [asdict(cost) for cost in self.engines],
             "roles_lost": self.roles_lost,
             "warnings": list(self.warnings),
             "plan": self.plan.model_dump(mode="json"),
@@ -102,16 +100,12 @@ def preview(
     cuts = chosen.cuts
     stored = result_shape(cuts, net.config)
     before = (net.num_parameters(), sum(kv_heads_of(net, cut.attention) for cut in cuts))
-    costs = _costs(net, source, asked) if asked.plan is None else {}
+    shapes = _shapes(net, source, asked, chosen) if asked.plan is None else ()
     cut_heads(net, cuts)
     after = (net.num_parameters(), sum(kv_heads_of(net, cut.attention) for cut in cuts))
     sizes = (before[0], after[0]), (before[1], after[1])
-    layouts, engines = (
-        tuple(cost for (option, _), cost in costs.items() if option == name)
-        for name in ("layout", "for")
-    )
     lost = roles_lost(record, chosen.unpadded)
-    return Preview(chosen.plan, stored, *sizes, layouts, engines, lost, chosen.padding)
+    return Preview(chosen.plan, stored, *sizes, shapes, lost, chosen.padding)
 
 
 @dataclass(frozen=True)
@@ -148,23 +142,23 @@ def _units(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> _U
     return _Units(fitted_scores(net, found), found.metadata.unit, values)
 
 
-def _costs(
-    net: PreTrainedModel, source: ModelIdentity, asked: CutRequest
-) -> dict[tuple[str, str], ShapeCost]:
-    """Return the evidence kept in every layout and for every engine."""
-    units, costs = _units(net, source, asked), {}
-    rows: list[tuple[str, str, CutRequest]] = [
-        *(("layout", each.value, replace(asked, layout=each, targets=())) for each in LayoutOption),
-        *(("for", target.value, replace(asked, targets=(target,))) for target in Target),
-    ]
-    for option, name, other in rows:
-        try:
-            found = cuts_by(net, source, other)
-            plan, cuts = found.unpadded, found.cuts
-        except PlanError as error:
-            why = str(error).split(". ")[0] + "."
-            costs[option, name] = ShapeCost(name, None, None, None, why)
-            continue
-        stored = result_shape(cuts, net.config).value
-        costs[option, name] = ShapeCost(name, plan.kept_heads, units.share(plan), stored, None)
-    return costs
+def _shapes(
+    net: PreTrainedModel, source: ModelIdentity, asked: CutRequest, chosen: ChosenCuts
+) -> tuple[ShapeCost, ...]:
+    """Return the evidence that a choice keeps, and that an even one would keep."""
+    units = _units(net, source, asked)
+
+    def cost(shape: str, cuts: ChosenCuts) -> ShapeCost:
+        plan, stored = cuts.unpadded, result_shape(cuts.cuts, net.config).value
+        return ShapeCost(shape, plan.kept_heads, units.share(plan), stored, None)
+
+    engines = ", ".join(target.value for target in asked.targets)
+    found = cost(engines or asked.layout.value, chosen)
+    even = LayoutOption.UNIFORM
+    if asked.layout is even and not asked.targets:
+        return (found,)
+    try:
+        cuts = cuts_by(net, source, replace(asked, layout=even, targets=()))
+        return found, cost(even.value, cuts)
+    except PlanError as error:
+        return found, ShapeCost(even.value, None, None, None, str(error).split(". ")[0] + ".")

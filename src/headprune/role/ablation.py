@@ -6,7 +6,7 @@ Sets of a role are compared with random heads of the same layers (Wu et al. 2024
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.config import RolesConfig
+from headprune.context import Progress
 from headprune.evidence.losses import example_losses
 from headprune.evidence.statistics import collect
 from headprune.model.attention import attention_of, layer_of
@@ -51,7 +52,7 @@ def effects(
     modules: Sequence[ModuleRoles],
     batches: Sequence[Batch],
     config: RolesConfig,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> tuple[tuple[ModuleRoles, ...], dict[str, SetEffect]]:
     """Return modules with an effect per head, and the effects of sets by role."""
     sets = {
@@ -140,7 +141,7 @@ def rises(
     batches: Sequence[Batch],
     means: Sequence[Tensor],
     ablations: Collection[Ablation],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> dict[Ablation, Tensor]:
     """Return the rise of each sequence's loss, by ablation.
 

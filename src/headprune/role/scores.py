@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from headprune.config import RolesConfig
+from headprune.context import Progress
 from headprune.evaluation.comparison import Interval, bootstrap
 from headprune.role.attended import Counted
 from headprune.role.table import ROLES, Role
@@ -31,7 +32,7 @@ def scored(
     controls: Tallies,
     config: RolesConfig,
     contributions: Contributions | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
 ) -> tuple[ModuleRoles, ...]:
     """Return scores and roles of every head from sums and their controls."""
     modules = []

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from headprune.context import Progress
 from headprune.errors import FamilyError
 from headprune.model.batch import Batch, token_mask
 from headprune.model.passes import eager_attention, run_model
@@ -31,7 +32,7 @@ def watch(
     reading: Reading,
     roles: Mapping[str, Role],
     classes: Mapping[str, Tensor],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = lambda done, total: None,
     contributions: Contributions | None = None,
 ) -> Watched:
     """Measure roles on an input, and contributions in the same pass."""

@@ -378,7 +378,7 @@ def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
     """Tells the module, and the config that it reads, how many heads it has."""
     module: Any = attention.module
     queries, kv_heads = attention.query_heads, attention.kv_heads
-    repeated, owners = _repeated_here(attention, family), _owners(attention)
+    repeated, owners = _repeated_here(attention, family), kv_owners(attention.group_sizes)
     if family["keeps_kv"]:  # all KV heads are still there, so a query finds its own by its id
         sharing = next(name for name, size in family["follows"].items() if size == "queries_per_kv")
         present = vars(module).setdefault("headprune_queries_per_kv", getattr(module, sharing))
@@ -400,9 +400,9 @@ def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
         module.config = LayerConfig(module.config, own)
 
 
-def _owners(attention: Attention) -> list[int]:
-    """The KV head of every query head."""
-    return [kv for kv, size in enumerate(attention.group_sizes) for _ in range(size)]
+def kv_owners(group_sizes: Sequence[int]) -> list[int]:
+    """Return the KV head of every query head, by position."""
+    return [kv for kv, size in enumerate(group_sizes) for _ in range(size)]
 
 
 def _repeats_output(attention: Attention, family: Mapping[str, Any]) -> bool:
@@ -459,7 +459,7 @@ def _repeat_output(projection: ProjectionModule, attention: Attention) -> None:
     else:
         slots, start = [], 0
         for role in projection.holds:
-            owners = list(range(queries)) if role == "q" else _owners(attention)
+            owners = list(range(queries)) if role == "q" else kv_owners(attention.group_sizes)
             slots += [start + head for head in owners]
             start += queries if role == "q" else kv_heads
     module: Any = projection.module
@@ -613,7 +613,7 @@ class _Facts(nn.Module):
 
     def __init__(self, attention: Attention, family: Mapping[str, Any]) -> None:
         super().__init__()
-        owners = _owners(attention)
+        owners = kv_owners(attention.group_sizes)
         self.query_ids = Positions(attention.query_ids)
         self.repeats_output = _repeats_output(attention, family)
         self.owners = Positions(owners)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headprune.config import Method
-from headprune.errors import CheckpointError, PlanError
+from headprune.errors import CheckpointError
 from headprune.io.folders import digest_of
 from headprune.io.parsing import read_as
 from headprune.io.tensors import described, read_tensors
@@ -153,13 +153,8 @@ def read_gates(folder: Path, model: ModelIdentity) -> TrainedGates:
         PlanError: If the gates were trained on another model.
     """
     metadata = read_metadata(folder)
-    if metadata.model.fingerprint != model.fingerprint:
-        raise PlanError(
-            f"The gates in '{folder}' were trained on '{metadata.model.name}' "
-            f"({metadata.model.architecture}, fingerprint {metadata.model.fingerprint}), not on "
-            f"'{model.name}' ({model.architecture}, fingerprint {model.fingerprint}). Give the "
-            "model they were trained on, or train gates for this one."
-        )
+    instead = "Give the model they were trained on, or train gates for this one."
+    metadata.model.refuse_other(model, f"The gates in '{folder}'", instead)
     weights = read_tensors(folder / WEIGHTS) if metadata.trained_weights else None
     tensors = read_tensors(folder / TENSORS)
     gates = None

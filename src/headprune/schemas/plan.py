@@ -60,6 +60,19 @@ class ModelIdentity(BaseModel):
     architecture: str
     fingerprint: str
 
+    def refuse_other(self, model: ModelIdentity, evidence: str, instead: str) -> None:
+        """Refuse evidence of this model for another one.
+
+        Raises:
+            PlanError: With both models, and what to do ``instead``.
+        """
+        if model.fingerprint != self.fingerprint:
+            raise PlanError(
+                f"{evidence} are of '{self.name}' ({self.architecture}, fingerprint "
+                f"{self.fingerprint}), not of '{model.name}' ({model.architecture}, fingerprint "
+                f"{model.fingerprint}). {instead}"
+            )
+
 
 class AttentionPlan(BaseModel):
     """The heads of one attention module that stay.

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from headprune.config import DataConfig, RolesConfig
-from headprune.errors import CheckpointError, PlanError
+from headprune.errors import CheckpointError
 from headprune.io.parsing import read_as
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.values import Count, Digest
@@ -199,10 +199,7 @@ def read_roles(place: Path, model: ModelIdentity | None = None) -> RolesRecord:
     if not path.is_file():
         raise CheckpointError(f"There is no '{path}'; headprune roles writes one.")
     record = read_as(RolesRecord, path)
-    if model is not None and record.model.fingerprint != model.fingerprint:
-        raise PlanError(
-            f"The roles in '{place}' are of '{record.model.name}' (fingerprint "
-            f"{record.model.fingerprint}), not of '{model.name}' (fingerprint "
-            f"{model.fingerprint}). Measure the roles of this model."
-        )
+    if model is not None:
+        instead = "Measure the roles of this model."
+        record.model.refuse_other(model, f"The roles in '{place}'", instead)
     return record

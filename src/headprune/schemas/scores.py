@@ -148,13 +148,9 @@ def read_scores(folder: Path, model: ModelIdentity | None = None) -> Scores:
         )
     now = [file.stat() for file in files if file.exists()]
     scores = _read(folder, tuple((each.st_ino, each.st_mtime_ns, each.st_size) for each in now))
-    metadata = scores.metadata
-    if model is not None and metadata.model.fingerprint != model.fingerprint:
-        raise PlanError(
-            f"The scores in '{folder}' are of '{metadata.model.name}' (fingerprint "
-            f"{metadata.model.fingerprint}), not of '{model.name}' (fingerprint "
-            f"{model.fingerprint}). Score this model, or give the scored one."
-        )
+    if model is not None:
+        instead = "Score this model, or give the scored one."
+        scores.metadata.model.refuse_other(model, f"The scores in '{folder}'", instead)
     return scores
 
 

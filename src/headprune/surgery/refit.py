@@ -8,7 +8,7 @@ the uncut layer's output on these inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from headprune.context import Progress
 from headprune.errors import DataError, PlanError
 from headprune.model.batch import Batch, doubled, inputs_of, real_tokens, token_mask
 from headprune.model.heads import project_output, read_output, write_output
@@ -72,7 +73,7 @@ def refit(
     attentions: Sequence[Attention],
     gates: Sequence[Float[Tensor, " _heads"]],
     batch: Batch,
-    on_module: Callable[[int, int], None] = lambda done, total: None,
+    on_module: Progress = lambda done, total: None,
 ) -> list[ModuleRefit]:
     """Refit every W_O in place, so that the model with closed gates does as with all heads.
 
