@@ -339,8 +339,6 @@ def test_an_option_without_effect_is_refused(name: str, setting: str, others: st
         "dry_run",
         "needle",
         "update_baseline",
-        "allow_dirty",
-        "allow_other",
         "per_layer",
     }
     value = VALUES.get(setting, setting in flags or 7)
