@@ -240,13 +240,14 @@ def test_unequal_numbers_of_windows_are_not_paired(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
-    (tmp_path / "text.txt").write_text(tiny.text(400))
+    tokenizer().save_pretrained(folder)
+    text = [sentence(number, 60) for number in range(5)]
+    (tmp_path / "text.txt").write_text("\n".join(text))
     counts = iter([3, 4])
-    monkeypatch.setattr(
-        evaluation, "last_word_columns", lambda *_: {"last_word_hits": np.ones(next(counts))}
-    )
+    monkeypatch.setattr(evaluation, "answered", lambda *_: np.ones(next(counts)))
     data = DataConfig(source=str(tmp_path / "text.txt"))
-    config = EvaluateConfig(seq_len=16, speed=False, resamples=200)
+    fast = {"seq_len": 16, "speed": False, "resamples": 200, "passage_words": 0}
+    config = EvaluateConfig(**fast)
     with pytest.raises(DataError, match="has 3 windows or examples of the model and 4 of the base"):
         evaluate(folder, data, config, folder)
 

@@ -97,7 +97,7 @@ JOBS: dict[str, Job] = {
         weight=0.5,
     ),
     "evaluate": Job(_EVALUATE, f"{_EVALUATE} --config seed=7", "out.json"),
-    "report": Job("report result out.md", "report gates out.md", "out.md", weight=0.5),
+    "report": Job("report result out.html", "report healed out.html", "out.html", weight=0.5),
     "check-baseline": Job(_BASELINE, f"{_BASELINE} --config confidence=0.9", "out.json"),
     "check-junit": Job(
         f"{_CHECK} --limit 'perplexity <= 1000000' --junit out.xml",
