@@ -13,7 +13,6 @@ import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
 
 from filelock import FileLock
 
@@ -39,7 +38,6 @@ class Job:
         out: Its output.
         resumes: Whether it goes on with what a death left, with --resume.
         gathers: Whether its output grows step by step, and the command again goes on with it.
-        confesses: What it writes, whole, into its output when Ctrl-C stops it; empty if nothing.
         weight: How many of all deaths, compared with other commands.
     """
 
@@ -48,7 +46,6 @@ class Job:
     out: str = "out"
     resumes: bool = False
     gathers: bool = False
-    confesses: bytes = b""
     weight: float = 1.0
 
 
@@ -103,7 +100,6 @@ JOBS: dict[str, Job] = {
         f"{_CHECK} --limit 'perplexity <= 1000000' --junit out.xml",
         f"{_CHECK} --limit 'perplexity <= 2000000' --junit out.xml",
         "out.xml",
-        confesses=b'<error message="KeyboardInterrupt"',
     ),
 }
 
@@ -142,8 +138,6 @@ def act(case: Case, place: Path, originals: Path) -> Result:
         told = f"{hit.name} after {strike.after_s:.2f} s"
     told = f"{line}, {'over an old output' if over else 'fresh'}, {told}: ended with {died.code}"
     state = _state(place / job.out, unbroken)
-    if state == "half" and hit is signal.SIGINT and _confesses(place / job.out, job):
-        state = "confessed"
     broken = _left(died, hit, state, over, job, place)
     if not broken:
         again, broken = _again(job, place, state)
@@ -215,18 +209,6 @@ def _state(out: Path, unbroken: Unbroken) -> str:
     if found == unbroken.new_facts:
         return "new"
     return "old" if found == unbroken.old_facts else "half"
-
-
-def _confesses(out: Path, job: Job) -> bool:
-    return bool(job.confesses) and job.confesses in out.read_bytes() and _is_xml(out)
-
-
-def _is_xml(file: Path) -> bool:
-    try:
-        ElementTree.parse(file)
-    except ElementTree.ParseError:
-        return False
-    return True
 
 
 def _left(died: Outcome, hit: signal.Signals, state: str, over: bool, job: Job, place: Path) -> str:

@@ -63,7 +63,7 @@ def _notify(
 
 
 def _mark_failed(values: Mapping[str, Any], error: HeadpruneError) -> None:
-    """Have an earlier JUnit file say so, unless it is another's."""
+    """Write the error into the JUnit file, unless that is another's."""
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import JUNIT
     from headprune.io.writing import write_whole
@@ -188,11 +188,9 @@ def _never_one(context: Context) -> Iterator[None]:
 
 @contextmanager
 def _files(config: CheckConfig, output: Path | None, junit: Path | None) -> Iterator[None]:
-    """Reserve the files; after an error, the JUnit file says so, as an old one would mislead."""
+    """Reserve the files."""
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import CHECK, JUNIT
-    from headprune.io.writing import write_whole
-    from headprune.regression.junit import junit_error
 
     sources = [domain.source for domain in config.data]
     inputs = (config.model, *sources, config.baseline, config.against)
@@ -200,12 +198,7 @@ def _files(config: CheckConfig, output: Path | None, junit: Path | None) -> Iter
         for path, kind in ((junit, JUNIT), (output, CHECK)):
             if path is not None:
                 claims.enter_context(claimed_file(path, kind, overwrite=True, inputs=inputs))
-        try:
-            yield
-        except BaseException as error:  # also by Ctrl-C
-            if junit is not None:
-                write_whole(junit, junit_error(config.model, str(error) or type(error).__name__))
-            raise
+        yield
 
 
 def _write(report: CheckReport, output: Path | None, junit: Path | None) -> None:

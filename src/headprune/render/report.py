@@ -1,4 +1,4 @@
-"""headprune report: results and what was measured of them, as a page."""
+"""headprune report: results and their measurements, as a page."""
 
 from __future__ import annotations
 
