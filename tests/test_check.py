@@ -423,7 +423,7 @@ def verdicts_of(report: CheckReport) -> dict[str, str]:
 def test_an_unchanged_model_passes_and_a_damaged_one_does_not(folders: Path) -> None:
     limits = (
         "perplexity <= +0 %",
-        "perplexity <= +0.01",
+        "nll_nats_per_token <= +0.01",
         "perplexity recovery >= 98 %",
         "query_heads == 24",
         "kv_heads <= +0 %",

@@ -208,6 +208,9 @@ def test_an_evaluation_says_which_last_words_are_predicted(tmp_path: Path) -> No
     config = EvaluateConfig(**fast, resamples=200, last_words=20)
     report = evaluate(tmp_path / "model", data, config, tmp_path / "model")
     found = {one.name: one for one in report.model.metrics}
+    assert "nll_nats_per_token" in found
+    shown = [name for name, *_ in report.rows()]
+    assert shown == ["perplexity", "bits per byte", "last word accuracy"]
     hits = columns(model, tokenizer(), passages(text, 20))["last_word_hits"]
     assert found["last_word_accuracy"].n == 20
     assert found["last_word_accuracy"].value == hits.mean()

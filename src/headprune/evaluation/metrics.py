@@ -48,6 +48,7 @@ class MetricSpec:
         of_two: Whether it needs the original beside the model.
         proportion: Whether it is the share of examples that succeed, each by itself.
         scale: Its range, where unequal models may agree on an example: labels and written text.
+        in_tables: Whether tables show it beside the file, which holds every metric.
         settings: Settings of ``evaluate`` that decide this metric alone.
     """
 
@@ -60,6 +61,7 @@ class MetricSpec:
     of_two: bool = False
     proportion: bool = False
     scale: int | None = None
+    in_tables: bool = True
     settings: tuple[str, ...] = ()
 
 
@@ -113,6 +115,12 @@ def perplexity(nll_nats: Floats, tokens: Floats) -> Any:
 def bits_per_byte(nll_nats: Floats, utf8_bytes: Floats) -> Any:
     """Loss per byte of text, which does not depend on the tokenizer."""
     return nll_nats.sum(-1) / (np.log(2) * utf8_bytes.sum(-1))
+
+
+@metric("nats/token", lower_is_better=True, in_tables=False)
+def nll_nats_per_token(nll_nats: Floats, tokens: Floats) -> Any:
+    """Mean loss per token: the logarithm of the perplexity."""
+    return nll_nats.sum(-1) / tokens.sum(-1)
 
 
 @metric(proportion=True)
