@@ -159,7 +159,7 @@ def test_no_text_of_a_file_is_a_command(
         page = home / "o.html"
         if page.exists():
             said += "stop-commands" in page.read_text()
-            assert not CONTROLS.search(page.read_text())
+            assert not CONTROLS.search(page.read_text().replace("\t", " "))
             page.unlink()
     assert said
 
