@@ -334,7 +334,7 @@ def test_an_option_without_effect_is_refused(name: str, setting: str, others: st
     command = COMMANDS[name]
     parameters = command.parameters()
     required = {n: "x" for n, p in parameters.items() if p.default is inspect.Parameter.empty}
-    flags = {"latent", "dry_run", "needle", "update_baseline", "allow_dirty", "allow_other"}
+    flags = {"latent", "dry_run", "needle", "update_baseline"}
     value = VALUES.get(setting, setting in flags or 7)
     idle = required | {setting: value} | ({"speed": False} if others == "speed" else {})
     with pytest.raises(HeadpruneError, match=f"{setting}|{flag(setting)}.* has no effect without"):

@@ -19,7 +19,6 @@ from headprune.evaluation.report import Report
 from headprune.planning.from_evidence import CutRequest
 from headprune.pytest_plugin import _assert_no_regression
 from headprune.regression.check import check, update_baseline
-from headprune.render.report import report as write_report
 from headprune.result.card import quality_section
 from headprune.result.prune import prune
 from tests import tiny
@@ -200,11 +199,6 @@ def test_the_command_line_takes_several(
     code, out, err = run(capsys, "evaluate", llama_folder, *data, *settings, file)
     assert code == 0, err
     assert "perplexity [b]" in out
-    write_report([file], tmp_path / "page.html")
-    write_report([file], tmp_path / "page.md")
-    for page in ("page.html", "page.md"):
-        text = (tmp_path / page).read_text().replace("\\", "")
-        assert "perplexity [b]" in text
     rows = Report.model_validate_json(file.read_text()).rows()
     card = quality_section(rows)
     assert r"| perplexity \[b\] |" in card and "1.000 x (95 %: 1.000 to 1.000)" in card

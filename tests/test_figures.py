@@ -21,7 +21,6 @@ def every_figure() -> dict[str, Figure]:
     line = Series("gates $a$ <b>", [1, 2], [3.0, 4.0], [2.5, 3.5], [3.5, 4.5])
     return {
         "curve": curve([line], "Curve", "size", "perplexity", 2.5, higher_is_better=False),
-        "moving": curve([line], "Moving", "step", "loss", phases=[(1.5, "chosen")]),
         "empty curve": curve([], "Nothing", "size", "quality"),
     }
 

@@ -23,7 +23,7 @@ from headprune.config import (
 )
 from headprune.context import Context, MadeBy
 from headprune.distillation.heal import heal
-from headprune.errors import CheckpointError, PlanError
+from headprune.errors import CheckpointError, HeadpruneWarning, PlanError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import Report
 from headprune.evidence.score import score
@@ -310,21 +310,21 @@ def test_results_are_paired_with_their_evaluations_whatever_they_are_called(
     places = scattered(made, measured, tmp_path)
     wanted = [[measured[name].model.metrics[0].value] for name in ("half", "most")]
     assert wanted[0] != wanted[1]
-    runs = report(places, tmp_path / "a.md").runs
+    runs = report(places, tmp_path / "a.html").runs
     assert perplexities(runs) == wanted
     assert [run.evaluation is not None for run in runs] == [True, True]
     # one digit of an id, and the evaluation is another's
     file = places[0] / "report.json"
     edit(file, lambda r: r["model"].update(id=r["model"]["id"].translate({48: "1", 49: "0"})))
-    runs = report(places, tmp_path / "b.md").runs
-    assert perplexities(runs) == [wanted[0], [], wanted[1]]
-    assert "result is unknown" not in runs[2].summary
+    left_out = "leaves out what belongs to none of its results: '.*half/report.json'"
+    with pytest.warns(HeadpruneWarning, match=left_out):
+        runs = report(places, tmp_path / "b.html").runs
+    assert perplexities(runs) == [wanted[0], []]
     # and where the files were not at hand, nobody knows
     edit(file, lambda r: r["model"].pop("id"))
-    runs = report(places, tmp_path / "c.md").runs
-    assert perplexities(runs) == [wanted[0], [], wanted[1]]
-    assert "The result is unknown: its files were not" in runs[2].summary
-    assert "its files were not at hand" in (tmp_path / "c.md").read_text()
+    with pytest.warns(HeadpruneWarning, match=left_out):
+        runs = report(places, tmp_path / "c.html").runs
+    assert perplexities(runs) == [wanted[0], []]
 
 
 def test_scores_belong_to_what_they_chose(home: Path, tmp_path: Path) -> None:
@@ -333,13 +333,15 @@ def test_scores_belong_to_what_they_chose(home: Path, tmp_path: Path) -> None:
         tmp_path / "other",
         SMALL.model_copy(update={"seed": 1}).part(ScoreConfig, criterion=["magnitude"]),
     )
-    (run, alone) = report([home / "half", tmp_path / "other"], tmp_path / "a.md").runs
-    assert run.head_map is not None and run.head_map.evidence is None
-    assert alone.path.name == "other"
+    left_out = "leaves out what belongs to none of its results: '.*other'"
+    with pytest.warns(HeadpruneWarning, match=left_out):
+        (run,) = report([home / "half", tmp_path / "other"], tmp_path / "a.html").runs
+    assert run.head_map.evidence is None
     assert f"chosen by magnitude (scores {read_scores(home / 'scores').id[:12]})" in run.summary
-    runs = report([home / "half", tmp_path / "other", home / "scores"], tmp_path / "b.md").runs
-    assert [run.path.name for run in runs] == ["half", "other"]
-    assert runs[0].head_map is not None and runs[0].head_map.evidence == "score magnitude"
+    places = [home / "half", tmp_path / "other", home / "scores"]
+    with pytest.warns(HeadpruneWarning, match=left_out):
+        (run,) = report(places, tmp_path / "b.html").runs
+    assert run.head_map.evidence == "score magnitude"
 
 
 def test_the_page_tells_ids_and_the_command(home: Path, tmp_path: Path) -> None:

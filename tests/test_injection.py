@@ -26,6 +26,7 @@ from headprune.io.markup import inert, json_safe, printable, sentence, xml_safe
 from headprune.planning.from_evidence import CutRequest
 from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.render.report import report
+from headprune.result.card import rewrite_card
 from headprune.result.prune import prune
 from tests import tiny
 from tests.test_cli import printed
@@ -79,7 +80,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         resamples=1000,
     )
     update_baseline(settings)
-    (run / "check.json").write_text(check(settings).model_dump_json())
+    limits = ("perplexity <= 1", "query_heads == 12")
+    of_cut = settings.model_copy(update={"model": str(run / "small"), "limits": limits})
+    (run / "check.json").write_text(check(of_cut).model_dump_json())
     return home
 
 
@@ -106,10 +109,10 @@ def _keys(content: Any, how: str) -> Any:
 
 Command = Callable[[Path], tuple[object, ...]]
 FILES: dict[str, tuple[str, Command]] = {
-    "report": ("run/report.json", lambda h: ("report", h / "run", h / "o.md")),
+    "report": ("run/report.json", lambda h: ("report", h / "run", h / "o.html")),
     "manifest": (
         "run/small/headprune.json",
-        lambda h: ("report", h / "run", h / "o.md"),
+        lambda h: ("report", h / "run", h / "o.html"),
     ),
     "config": ("base/config.json", lambda h: ("inspect", h / "base")),
     "plan": (
@@ -153,35 +156,26 @@ def test_no_text_of_a_file_is_a_command(
         assert code in (0, 1, 2)
         assert_inert(out + err)
         said += "stop-commands" in out + err
-        page = home / "o.md"
+        page = home / "o.html"
         if page.exists():
             said += "stop-commands" in page.read_text()
-            assert_inert(page.read_text())
+            assert not CONTROLS.search(page.read_text().replace("\t", " "))
             page.unlink()
     assert said
 
 
-# --- what libraries say
+# --- warnings and bugs
 
 
-def test_what_libraries_print_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            for part in ("\n:", ":error::x", "\n#", "#[error]x", EVIL, "\n  :", ":x"):
-                stream.write(part)
-            stream.writelines([START])
-            stream.flush()
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn(START, stacklevel=1)
 
-    streams = sys.stdout, sys.stderr
     terminal.run(command)
-    assert (sys.stdout, sys.stderr) == streams
     captured = capsys.readouterr()
-    assert_inert(captured.out)
     assert_inert(captured.err)
-    assert "owned" in captured.out
     assert "warning: ::stop-commands::x ::error::x" in captured.err
 
 
@@ -303,9 +297,10 @@ def test_a_page_holds_no_controls_and_a_card_stays_in_its_blocks(
     fence = f"\n```\n<script>{EVIL}\ud800"[:-1]
     plan["attentions"] = {f"```{fence}{n}": part for n, part in plan["attentions"].items()}
     path.write_text(json.dumps(plan))
-    for suffix in ("md", "html"):
-        page = report([home], tmp_path / f"page.{suffix}").output.read_text()
-        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", page)
-        if suffix == "md":
-            block = re.search(r"^```text\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-            assert block is not None and len(block[1].splitlines()) == len(plan["attentions"])
+    page = report([home], tmp_path / "page.html").output.read_text()
+    rewrite_card(home / "small")
+    card = (home / "small" / "README.md").read_text()
+    for text in (page, card):
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
+    block = re.search(r"^```text\n(.*?)^```$", card, re.DOTALL | re.MULTILINE)
+    assert block is not None and len(block[1].splitlines()) == len(plan["attentions"])

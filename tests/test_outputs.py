@@ -463,11 +463,10 @@ def test_the_data_of_a_command_is_an_input(home: Path, capsys: pytest.CaptureFix
         assert (code, "holds the input 'data/inside/text.txt'" in err) == (2, True), err
 
 
-ANY_BASELINE = "--config allow_other=true --config allow_dirty=true"
 FILE_OUTPUTS = [
     f"evaluate {M} {TEXT} OUT",
     f"check {M} {TEXT} --limit perplexity<=9 --junit OUT",
-    f"check {M} {TEXT} --update-baseline {ANY_BASELINE} --baseline OUT",
+    f"check {M} {TEXT} --update-baseline --baseline OUT",
     f"prune {M} --scores zoo/scores --keep 0.5 --dry-run --save-plan OUT --overwrite",
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,21 @@ from headprune.config import (
     DataConfig,
     EvaluateConfig,
     HealConfig,
-    Method,
     TrainGatesConfig,
 )
 from headprune.distillation.heal import heal
-from headprune.errors import CheckpointError, HeadpruneError
+from headprune.errors import CheckpointError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import Report
 from headprune.gates.train_gates import train_gates
 from headprune.planning.from_evidence import CutRequest
 from headprune.regression.check import check
 from headprune.render.charts import quality_charts
-from headprune.render.report import report
-from headprune.render.runs import ReportedRun
+from headprune.render.report import comparison, report
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune
-from headprune.schemas.gates import GatesMetadata, read_gates, read_metadata, write_gates
-from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.gates import read_gates, read_metadata, write_gates
 from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
-from headprune.tensors.units import Unit
 from tests import tiny
 from tests.browser import Browser
 from tests.test_cli import run as command
@@ -77,7 +74,7 @@ def page(place: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(place: Path, page: Path) -> list[Path]:
-    """The page of one run, and that of two."""
+    """The page of one result, and that of two."""
     return [page, report([place / "cut", place / "mqa"], place / "two.html").output]
 
 
@@ -154,20 +151,16 @@ def test_names_are_text(browser: Browser, place: Path, tmp_path: Path) -> None:
         page = report([tmp_path / run for run in runs], tmp_path / f"{len(runs)}.html").output
         browser.open(page)
         assert browser.complaints() == []
-        assert name in browser.find("h1" if len(runs) == 1 else ".run h2").text
+        assert name in browser.find("h1" if len(runs) == 1 else ".summary a").text
         assert not browser.all("img") and not browser.all("main b")
-    markdown = report([tmp_path / name], tmp_path / "page.md").output.read_text()
-    outside = re.sub(r"```.*?```", "", markdown, flags=re.DOTALL)
-    assert "<script" not in outside and "<img" not in outside
-    assert "&lt;script&gt;alert(1)" in outside
 
 
 def test_the_numbers_are_those_of_the_files(place: Path, page: Path) -> None:
     text = page.read_text()
     measured = json.loads((place / "cut" / "report.json").read_text())
     manifest = json.loads((place / "cut" / "small" / "headprune.json").read_text())
-    for metric in measured["model"]["metrics"]:
-        assert f"<td>{metric['value']:.4f}</td>" in text
+    for _, of_base, value, _ in Report.model_validate(measured).rows():
+        assert f"<td>{value}</td>" in text and f"<td>{of_base}</td>" in text
     interval = measured["differences"][0]["interval"]
     assert f"{interval['low']:.3f} to {interval['high']:.3f}" in text
     assert f"{manifest['proof']['gated_vs_reloaded']:.1e}" in text
@@ -193,15 +186,16 @@ def test_gates_belong_to_the_cut_they_made(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "cut" / "gates", tmp_path / "gates")
     runs = report([place / "cut" / "small", tmp_path / "gates"], tmp_path / "a.html").runs
     assert [run.name for run in runs] == ["small"]
-    assert runs[0].histories and runs[0].head_map
+    assert runs[0].head_map.evidence is not None
 
     folder = tmp_path / "gates"
     gates = read_gates(folder, read_metadata(folder).model)
     tensors = {"log_alpha": gates.log_alpha, "kept": gates.kept, "value": gates.value + 0.01}
     write_gates(folder, gates.metadata, tensors, gates.weights)
-    runs = report([place / "cut" / "small", tmp_path / "gates"], tmp_path / "b.html").runs
-    assert [run.name for run in runs] == ["small", "gates"]
-    assert not runs[0].histories
+    with pytest.warns(HeadpruneWarning, match="belongs to none of its results: '.*gates'"):
+        runs = report([place / "cut" / "small", tmp_path / "gates"], tmp_path / "b.html").runs
+    assert [run.name for run in runs] == ["small"]
+    assert runs[0].head_map.evidence is None
 
 
 @pytest.mark.parametrize(
@@ -213,15 +207,16 @@ def test_gates_belong_to_the_cut_they_made(place: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_was_measured_otherwise_is_drawn_apart(
-    part: str, changed: dict[str, Any], charts: int, place: Path
+    part: str, changed: dict[str, Any], charts: int, place: Path, tmp_path: Path
 ) -> None:
+    (run,) = report([place / "cut"], tmp_path / "page.html").runs
     path, runs = place / "cut" / "report.json", []
     for number in range(2):
         content = json.loads(path.read_text())
         if number:
             {**content, "settings": content["provenance"]["settings"]}[part].update(changed)
         one = Report.model_validate(content)
-        runs.append(ReportedRun(path, "base", "", str(number), evaluations=(one,)))
+        runs.append(replace(run, name=str(number), evaluations=(one,)))
     drawn = quality_charts(runs)
     assert len(drawn) == charts
     assert len({chart.note for chart in drawn}) == charts  # and told apart
@@ -232,8 +227,6 @@ def test_steps_of_a_chain_are_one_run(place: Path, tmp_path: Path) -> None:
     (run,) = done.runs
     assert run.path.name == "healed"
     assert "12 KV heads merged into 4 (mean, adjacent); then healed for 2 steps" in run.summary
-    assert [history.kind for history in run.histories] == ["heal"]
-    assert run.head_map is not None
     assert run.head_map.layers[0].cells[5].facts["KV head"] == "2, merged with 0, 1"
 
 
@@ -245,7 +238,6 @@ def test_heads_that_went_before_stay_known(place: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({path: group}))
     prune(str(place / "cut" / "small"), tmp_path / "again", CutRequest(plan=tmp_path / "plan.json"))
     (run,) = report([tmp_path / "again"], tmp_path / "again.html").runs
-    assert run.head_map is not None
     layer = next(layer for layer in run.head_map.layers if layer.path == path)
     states = {cell.head: cell.state for cell in layer.cells}
     assert all(states[head] == "removed" for head in group)
@@ -263,16 +255,12 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
     values = {"taylor": torch.arange(units, dtype=torch.float32)}
     write_scores(scores, Scores(ScoresMetadata.model_validate_json(json.dumps(metadata)), values))
     (run,) = report([place / "cut", scores], tmp_path / "a.html").runs
-    assert run.head_map is not None
     assert run.head_map.layers[1].cells[0].facts["score taylor"] == "3"
     (run,) = report([place / "cut" / "small", scores], tmp_path / "b.html").runs
-    assert run.head_map is not None and run.head_map.evidence == "score taylor"
+    assert run.head_map.evidence == "score taylor"
     assert run.head_map.layers[1].cells[2].evidence == 4.0
-    (run,) = report([scores], tmp_path / "scores.html").runs
-    assert run.summary == "Heads of base scored by taylor."
-    assert run.head_map is not None and run.head_map.layers[1].cells[2].evidence == 4.0
-    assert run.head_map.only_scored
-    assert "Heads: 24 scored" in (tmp_path / "scores.html").read_text()
+    with pytest.raises(CheckpointError, match="no result to report on in '.*scores'"):
+        report([scores], tmp_path / "scores.html")
     save_file({"taylor": values["taylor"][:-1]}, scores / "scores.safetensors")
     with pytest.raises(CheckpointError, match="not as they were written"):
         report([place / "cut" / "small", scores], tmp_path / "c.html")
@@ -286,8 +274,10 @@ def test_scores_of_a_cut_model_stand_at_the_ids_of_their_heads(unit: str, tmp_pa
     (tmp_path / "plan.json").write_text(json.dumps({path: gone}))
     prune(str(tmp_path / "base"), tmp_path / "cut", CutRequest(plan=tmp_path / "plan.json"))
     headprune.score(tmp_path / "cut", tmp_path / "scores", criterion="magnitude", unit=unit)
-    (run,) = report([tmp_path / "scores"], tmp_path / "scores.html").runs
-    assert run.head_map is not None
+    (tmp_path / "plan.json").write_text(json.dumps({path: [1]}))
+    prune(str(tmp_path / "cut"), tmp_path / "again", CutRequest(plan=tmp_path / "plan.json"))
+    runs = [tmp_path / "again", tmp_path / "scores"]
+    (run,) = report(runs, tmp_path / "scores.html").runs
     (layer,) = (layer for layer in run.head_map.layers if layer.path == path)
     blocks = net.get_submodule(f"{path}.o_proj").weight.detach().unflatten(1, (6, -1))
     wanted = blocks.double().square().sum((0, 2)).sqrt()
@@ -298,82 +288,8 @@ def test_scores_of_a_cut_model_stand_at_the_ids_of_their_heads(unit: str, tmp_pa
     assert layer.cells[1].evidence != pytest.approx(float(wanted[0]), rel=1e-3)
 
 
-def synthesized(folder: Path, layers: int = 32, heads: int = 32, steps: int = 1_000) -> Path:
-    """Gates of a large model, with a history as train-gates writes it."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(0)
-    units = layers * heads
-    kept = torch.rand(units, generator=generator) < 0.75
-    metadata = GatesMetadata(
-        headprune_version="0",
-        model=ModelIdentity(name="large", model_type="llama", architecture="L", fingerprint="0"),
-        unit=Unit.HEAD,
-        method=Method.L0,
-        temperature=2 / 3,
-        modules=tuple(f"model.layers.{layer}.self_attn" for layer in range(layers)),
-        heads=(tuple(range(heads)),) * layers,
-        group_sizes=((1,) * heads,) * layers,
-        query_heads=units,
-        kept_heads=int(kept.sum()),
-        steps=steps,
-        objective="lm",
-        data="text.txt",
-        final_loss=2.0,
-        trained_weights=False,
-        seed=0,
-    )
-    tensors = {"log_alpha": torch.randn(units, generator=generator), "kept": kept}
-    tensors["value"] = torch.rand(units, generator=generator) * kept
-    write_gates(folder, metadata, tensors, None)
-    draws = torch.rand(steps, generator=generator).tolist()
-    records = [
-        {
-            "step": step,
-            "steps": steps,
-            "loss": draws[step - 1] + 3.0,
-            "expected_heads": units - step / 4,
-            "target_heads": units - step / 4,
-            "settled": step > 600,
-        }
-        for step in range(1, steps + 1)
-    ]
-    (folder / "history.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in records))
-    return folder
-
-
-def test_a_large_run_is_a_small_page(browser: Browser, tmp_path: Path) -> None:
-    folder = synthesized(tmp_path / "gates")
-    page = report([folder], tmp_path / "large.html").output
-    assert page.stat().st_size < 2_000_000
-    assert "1,000 steps as 250 points; losses are means of 4" in page.read_text()
-    browser.open(page, 380)
-    assert browser.complaints() == []
-    assert browser.overflow() <= 0
-    assert len(browser.all(".heads rect")) == 1_024
-
-
-def test_the_markdown_form(place: Path, tmp_path: Path) -> None:
-    text = report([place / "cut", place / "mqa"], tmp_path / "two.md").output.read_text()
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    header = tables[0].split("|")
-    assert [cell.strip() for cell in header[2:-1]] == ["cut", "mqa"]
-    block = []
-    for line in [*text.splitlines(), ""]:  # all rows of a table have its number of cells
-        if line.startswith("|"):
-            block.append(len(re.findall(r"(?<!\\)\|", line)))
-        else:
-            assert len(set(block)) <= 1
-            block = []
-    plan = json.loads((place / "cut" / "small" / "plan.json").read_text())["attentions"]
-    drawn = re.search(r"```text\n(.*?)```", text, re.DOTALL)
-    assert "| 128 tokens |" in text  # needles
-    assert drawn is not None
-    assert drawn.group(1).count("■") == sum(len(part["keep"]) for part in plan.values())
-    assert "<script" not in text
-
-
 def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = tmp_path / "page.html"
+    output, mine = tmp_path / "page.html", tmp_path / "mine.html"
     code, out, _ = command(capsys, "report", place / "cut", output, "--json")
     assert code == 0
     assert json.loads(out)["runs"][0]["name"] == "cut"
@@ -381,8 +297,7 @@ def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert code == 2 and "already exists" in err and "--overwrite" in err
     code, out, _ = command(capsys, "report", place / "cut", output, "--overwrite")
     assert code == 0 and "Written to" in out
-    (tmp_path / "summary.md").write_text("## mine")
-    mine = tmp_path / "summary.md"
+    mine.write_text("<h1>mine</h1>")
     code, _, err = command(capsys, "report", place / "cut", mine, "--overwrite")
     assert code == 2 and "headprune did not write it" in err
 
@@ -391,17 +306,15 @@ def unreportable(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
     """Runs that cannot be reported on, and the decisive words."""
     (home / "empty").mkdir()
     damaged: dict[str, Path] = {}
-    for name in ("report", "history", "manifest"):
+    for name in ("report", "manifest"):
         damaged[name] = shutil.copytree(place / "cut", home / name)
     (damaged["report"] / "report.json").write_text("{")
-    (damaged["history"] / "gates" / "history.jsonl").write_text('{"step": 1}\n')
     (damaged["manifest"] / "small" / "headprune.json").write_text("{}")
     return {
         "nothing": (home / "empty", "holds nothing to report on"),
         "missing": (home / "missing", "There is no run at"),
         "no report": (place / "cut" / "small" / "plan.json", "holds nothing to report on"),
         "report": (damaged["report"], "report.json' is not readable as JSON"),
-        "history": (damaged["history"], "history.jsonl' is damaged"),
         "manifest": (damaged["manifest"], "headprune.json' is not valid"),
     }
 
@@ -415,9 +328,9 @@ def test_what_cannot_be_reported_on(
         assert message in err
         assert err.count("error:") == 1 and "Traceback" not in err
         assert not (tmp_path / "page.html").exists()
-    for output in ("page.pdf", "folder"):
+    for output in ("page.md", "folder"):
         (tmp_path / "folder").mkdir(exist_ok=True)
-        with pytest.raises(HeadpruneError, match="written as a page .* or as Markdown"):
+        with pytest.raises(HeadpruneError, match=r"the output is a page; name an .html file"):
             report([place / "cut"], tmp_path / output)
     with pytest.raises(HeadpruneError, match="There is no run to report on"):
         report([], tmp_path / "page.html")
@@ -432,48 +345,26 @@ def test_a_check_is_shown_with_its_result(place: Path, tmp_path: Path) -> None:
         seq_len=16,
     )
     (run / "check.json").write_text(check(config).model_dump_json())
-    report([run], tmp_path / "page.html")
-    report([run], tmp_path / "page.md")
-    page, summary = (tmp_path / "page.html").read_text(), (tmp_path / "page.md").read_text()
-    for shown in (page, summary):
-        assert "broken" in shown
-        assert "perplexity" in shown
-    assert "1 of 2 limits hold" in page
-    assert "query_heads == 24" in summary.replace("\\", "")
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"loss": None}, "0.loss: Input should be a valid number"),
-        ({"loss": float("nan")}, "NaN is not finite"),
-    ],
-)
-def test_damaged_histories(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
-    folder = synthesized(tmp_path / "gates", layers=2, heads=3, steps=4)
-    first, *others = (folder / "history.jsonl").read_text().splitlines()
-    record = json.dumps({**json.loads(first), **changed})
-    (folder / "history.jsonl").write_text("\n".join([record, *others]))
-    with pytest.raises(CheckpointError) as refused:
-        report([folder], tmp_path / "page.md")
-    assert message in str(refused.value) and "history.jsonl" in str(refused.value)
+    page = report([run], tmp_path / "page.html").output.read_text()
+    for told in ("broken", "perplexity &lt;= 1e6", "query_heads == 24", "1 of 2 limits hold"):
+        assert told in page
 
 
 def test_a_step_on_the_way_is_not_called_the_original(place: Path, tmp_path: Path) -> None:
     run = shutil.copytree(place / "mqa", tmp_path / "run")
     data = DataConfig(source=str(place / "text.txt"))
 
-    def measured(against: str) -> str:
+    def measured(against: str) -> dict[str, str]:
         evaluation = evaluate(str(run / "healed"), data, EVALUATE, against=against)
         evaluation.write(run / f"{Path(against).name}.json")
-        page = report([run], tmp_path / "page.md", overwrite=True).output.read_text()
-        return page.split("<details>")[0]
+        (shown,) = report([run], tmp_path / "page.html", overwrite=True).runs
+        return {row[0]: row[1] for row in comparison([shown]).rows}
 
-    page = measured(str(run / "merged"))
-    assert "perplexity, against merged" in page and "the original" not in page
-    assert "| KV heads | 4 of 12 (33.3%) |" in page
-    drawn = report([run], tmp_path / "page.html").output.read_text()
+    column = measured(str(run / "merged"))
+    assert "perplexity, against merged" in column and "the original" not in str(column)
+    assert column["KV heads"] == "4 of 12 (33.3%)"
+    drawn = (tmp_path / "page.html").read_text()
     assert "quality of merged" in drawn and "quality of original" not in drawn
-    page = measured(str(place / "base"))  # of the two, what it is compared with
-    assert "perplexity, against the original" in page and "against merged" not in page
-    assert "| KV heads | 4 of 12 (33.3%) |" in page
+    column = measured(str(place / "base"))  # of the two, what it is compared with
+    assert "perplexity, against the original" in column and "against merged" not in str(column)
+    assert column["KV heads"] == "4 of 12 (33.3%)"

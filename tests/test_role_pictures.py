@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from headprune.config import DataConfig, RolesConfig
-from headprune.errors import CheckpointError
+from headprune.errors import CheckpointError, HeadpruneWarning
 from headprune.io.figures import MUTED, SERIES
 from headprune.model.attention import attention_of, identity
 from headprune.planning.from_evidence import CutRequest
@@ -158,25 +158,9 @@ def write(one: RolesRecord, folder: Path) -> Path:
     return folder
 
 
-def test_a_report_shows_them(browser: Browser, tmp_path: Path) -> None:
-    folder = write(cut(record()), tmp_path / "roles")
-    done = report([folder], tmp_path / "page.html")
-    for width, dark in ((380, False), (1280, True)):
-        browser.open(done.output, width, dark)
-        browser.run("document.querySelectorAll('details').forEach((d) => { d.open = true })")
-        assert (browser.complaints(), browser.fetched()) == ([], [])
-        assert browser.overflow() <= 0
-        assert browser.low_contrast()[1] == []
-    assert "induction: 2, 4" in done.output.read_text()
-    pixels = browser.run(
-        "const images = [...document.querySelectorAll('.chart image')];"
-        "return Promise.all(images.map((i) => { const one = new Image();"
-        "one.src = i.getAttribute('href'); return one.decode().then(() => one.width); }))"
-    )
-    assert len(pixels) == 2 and all(pixels)
-
-
-def test_roles_belong_to_the_result_with_these_heads(llama_folder: Path, tmp_path: Path) -> None:
+def test_roles_belong_to_the_result_with_these_heads(
+    browser: Browser, llama_folder: Path, tmp_path: Path
+) -> None:
     model = tiny.model("llama-gqa")
     parts = {
         a.path: AttentionPlan(query_heads=6, kv_heads=3, keep=(0, 1, 2, 3))
@@ -187,17 +171,25 @@ def test_roles_belong_to_the_result_with_these_heads(llama_folder: Path, tmp_pat
     whole = record(model=identity(model, llama_folder))
     own = cut(whole, (0, 1, 2, 3)).model_copy(update={"model": MODEL})
     roles = write(own, tmp_path / "run" / "roles")
-    (run,) = report([tmp_path / "run"], tmp_path / "page.html").runs
+    (run,) = (done := report([tmp_path / "run"], tmp_path / "page.html")).runs
     assert run.roles == own
+    for width, dark in ((380, False), (1280, True)):
+        browser.open(done.output, width, dark)
+        browser.run("document.querySelectorAll('details').forEach((d) => { d.open = true })")
+        assert (browser.complaints(), browser.fetched()) == ([], [])
+        assert browser.overflow() <= 0
+        assert browser.low_contrast()[1] == []
+    assert "induction: 2" in done.output.read_text()
     # those of the original are shown where there are none of the result
     shutil.rmtree(roles)
     write(whole, tmp_path / "run" / "roles")
     (run,) = report([tmp_path / "run"], tmp_path / "b.html").runs
     assert run.roles == whole
-    # of another cut they are a run of their own
+    # those of another cut are left out
     other = write(cut(record(), (0, 1)), tmp_path / "other")
-    runs = report([result, other], tmp_path / "c.html").runs
-    assert [one.roles is not None for one in runs] == [False, True]
+    with pytest.warns(HeadpruneWarning, match="belongs to none of its results: '.*other'"):
+        (run,) = report([result, other], tmp_path / "c.html").runs
+    assert run.roles is None
     (other / "roles.json").write_text('{"schema_version": 1}')
     with pytest.raises(CheckpointError, match=r"roles.json' is not valid"):
         report([other], tmp_path / "d.html")

@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any, TextIO, cast
+from typing import IO, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -55,16 +55,6 @@ class _Line:
 class _Console(Console):
     """Show text of files as text, never as commands to a terminal or a CI runner."""
 
-    @property
-    def file(self) -> IO[str]:
-        """The file below ``_Stream``, also while a progress bar has put a stream above."""
-        stream: Any = super().file
-        return cast(IO[str], getattr(stream, "rich_proxied_file", stream))
-
-    @file.setter
-    def file(self, new: IO[str]) -> None:
-        self._file = new
-
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
@@ -77,26 +67,6 @@ class _Console(Console):
         """Continue in silence, as ``_as_far_as_read``."""
         self.quiet = True
         _drop(self.file)
-
-
-class _Stream:
-    """A standard stream for libraries: their prints, logs and warnings are text as well."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self.rich_proxied_file = stream  # rich's name for where consoles write
-        self._line = _Line()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.rich_proxied_file, name)
-
-    def write(self, text: str) -> int:
-        with _as_far_as_read(self.rich_proxied_file):
-            self.rich_proxied_file.write(self._line.then(text))
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            self.write(line)
 
 
 out = _Console(highlight=False)
@@ -224,11 +194,6 @@ def warn(sentences: Iterable[str]) -> None:
         err.print(f"[yellow]warning:[/] {_escaped(sentence(each, 800))}", soft_wrap=True)
 
 
-def note(text: str) -> None:
-    """Says how something was understood."""
-    err.print(f"[yellow]note:[/] {_escaped(sentence(text))}", soft_wrap=True)
-
-
 def show_json(text: str) -> None:
     """Prints JSON for ``--json``."""
     with _as_far_as_read(sys.stdout):
@@ -241,16 +206,10 @@ def show_command(command: str) -> None:
         print(command, file=err.file, flush=True)
 
 
-def show_traceback(error: BaseException) -> None:
-    """Prints where a bug of headprune, or of a library, is."""
-    lines = "".join(traceback.format_exception(error))
-    err.print(lines.rstrip(), markup=False, soft_wrap=True)
-
-
 def run(command: Callable[[], None]) -> None:
     """Runs the application; a user's mistake ends in one sentence and an exit code."""
     try:
-        with _one_reports(), _interrupts_noted(), _made_safe():
+        with _one_reports(), _interrupts_noted(), _warnings_shown():
             command()
     except SystemExit as end:
         # the page of --help in a closed pipe: rich ends with 1
@@ -345,26 +304,23 @@ def _interrupts_noted() -> Iterator[None]:
 
 
 @contextmanager
-def _made_safe() -> Iterator[None]:
-    """Lets what libraries print, which may quote files, go the way of our own text."""
+def _warnings_shown() -> Iterator[None]:
+    """Show warnings as our own; of several processes, one does."""
 
     def warned(message: Warning | str, *where: Any, **more: Any) -> None:
         warn([str(message)] if processes.is_main() else [])
 
-    streams = sys.stdout, sys.stderr
     with warnings.catch_warnings():
         warnings.showwarning = warned
-        sys.stdout, sys.stderr = (cast(TextIO, _Stream(stream)) for stream in streams)
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = streams
+        yield
 
 
 def _unexpected(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    show_traceback(error)
+    """Print where a bug of headprune, or of a library, is."""
+    lines = "".join(traceback.format_exception(error))
+    err.print(lines.rstrip(), markup=False, soft_wrap=True)
 
 
 def _escaped(text: str) -> str:

@@ -119,7 +119,7 @@ _GATED = ("prune llama --gates gates --dry-run", "prune llama --gates gates out"
 _SCORED = (
     "prune llama --scores scores --criterion fisher --keep 0.5 --dry-run --save-plan out.json",
     "prune llama --scores scores --criterion fisher --keep 4 --dry-run",
-    "report scores out.md",
+    "report result scores out.html",
 )
 _PLANNED = "prune llama --scores scores --criterion fisher --keep 0.5 --roles roles --dry-run"
 _CHECK = ("check --config check.yaml",)
@@ -147,7 +147,7 @@ READERS: dict[str, Reader] = {
         (
             "verify result",
             "inspect result",
-            "report result out.md",
+            "report result out.html",
             "convert-gqa result --kv-heads 1 out",
         ),
         read=_manifest,
@@ -161,7 +161,7 @@ READERS: dict[str, Reader] = {
     ),
     "result": Reader(
         "result/*",
-        ("verify result", "verify result --against llama", "report result out.md"),
+        ("verify result", "verify result --against llama", "report result out.html"),
         ("llama",),
     ),
     "plan": Reader(
@@ -170,9 +170,11 @@ READERS: dict[str, Reader] = {
     "plan-short": Reader("short.json", ("prune llama --plan short.json --dry-run",), ("llama",)),
     "gates": Reader("gates/gates.json", _GATED, ("llama",), weight=2),
     "gates-tensors": Reader("gates/*.safetensors", _GATED, ("llama",), weight=2),
-    "gates-folder": Reader("gates/*", ("report gates out.md",)),
-    "scores": Reader("scores/scores.json", _SCORED, ("llama",), _scores, weight=5),
-    "scores-tensors": Reader("scores/scores.safetensors", _SCORED, ("llama",), _scores, weight=2),
+    "gates-folder": Reader("gates/*", ("report result gates out.html",), ("result",)),
+    "scores": Reader("scores/scores.json", _SCORED, ("llama", "result"), _scores, weight=5),
+    "scores-tensors": Reader(
+        "scores/scores.safetensors", _SCORED, ("llama", "result"), _scores, weight=2
+    ),
     "check": Reader("check.yaml", _CHECK, _BESIDE_CHECK, _check, weight=5),
     "baseline": Reader("baseline.json", _CHECK, _BESIDE_CHECK, _baseline, weight=6),
     "train-gates": Reader(
@@ -185,10 +187,8 @@ READERS: dict[str, Reader] = {
         _train,
         weight=4,
     ),
-    "report": Reader("report.json", ("report result report.json out.md",), ("result",)),
-    "checked": Reader("result/checked.json", ("report result out.md",)),
-    "history": Reader("gates/history.jsonl", ("report gates out.md",), weight=0.5),
-    "healing": Reader("healed/heal.jsonl", ("report healed out.md",), weight=0.5),
+    "report": Reader("report.json", ("report result report.json out.html",), ("result",)),
+    "checked": Reader("result/checked.json", ("report result out.html",)),
     "work-gates": Reader("resume-gates/out*/**/*", (RESUME["gates"],), folder="resume-gates"),
     "work-heal": Reader("resume-heal/out*/**/*", (RESUME["heal"],), folder="resume-heal"),
     **{

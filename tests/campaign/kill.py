@@ -13,7 +13,6 @@ import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
 
 from filelock import FileLock
 
@@ -39,7 +38,6 @@ class Job:
         out: Its output.
         resumes: Whether it goes on with what a death left, with --resume.
         gathers: Whether its output grows step by step, and the command again goes on with it.
-        confesses: What it writes, whole, into its output when Ctrl-C stops it; empty if nothing.
         weight: How many of all deaths, compared with other commands.
     """
 
@@ -48,7 +46,6 @@ class Job:
     out: str = "out"
     resumes: bool = False
     gathers: bool = False
-    confesses: bytes = b""
     weight: float = 1.0
 
 
@@ -56,8 +53,7 @@ _PLAN = "prune llama --scores scores --criterion fisher --dry-run --save-plan ou
 _PRUNE = "prune llama --plan plan.json"
 _OLD_MODEL = "prune llama --plan short.json out"
 _CHECK = f"check llama --data text.txt {MEASURING}"
-_ANY = "--config allow_other=true --config allow_dirty=true"
-_BASELINE = f"{_CHECK} --baseline out.json --update-baseline {_ANY}"
+_BASELINE = f"{_CHECK} --baseline out.json --update-baseline"
 _SCORE = f"score llama --data text.txt {SCORING} out"
 _COMPRESS = f"compress llama --data text.txt --keep 0.5 {SCORING} --config held_out_tokens=64"
 _EVALUATE = f"evaluate llama --data text.txt --no-speed {MEASURING} out.json"
@@ -98,13 +94,12 @@ JOBS: dict[str, Job] = {
         weight=0.5,
     ),
     "evaluate": Job(_EVALUATE, f"{_EVALUATE} --config seed=7", "out.json"),
-    "report": Job("report result out.md", "report gates out.md", "out.md", weight=0.5),
+    "report": Job("report result out.html", "report healed out.html", "out.html", weight=0.5),
     "check-baseline": Job(_BASELINE, f"{_BASELINE} --config confidence=0.9", "out.json"),
     "check-junit": Job(
         f"{_CHECK} --limit 'perplexity <= 1000000' --junit out.xml",
         f"{_CHECK} --limit 'perplexity <= 2000000' --junit out.xml",
         "out.xml",
-        confesses=b'<error message="KeyboardInterrupt"',
     ),
 }
 
@@ -143,8 +138,6 @@ def act(case: Case, place: Path, originals: Path) -> Result:
         told = f"{hit.name} after {strike.after_s:.2f} s"
     told = f"{line}, {'over an old output' if over else 'fresh'}, {told}: ended with {died.code}"
     state = _state(place / job.out, unbroken)
-    if state == "half" and hit is signal.SIGINT and _confesses(place / job.out, job):
-        state = "confessed"
     broken = _left(died, hit, state, over, job, place)
     if not broken:
         again, broken = _again(job, place, state)
@@ -216,18 +209,6 @@ def _state(out: Path, unbroken: Unbroken) -> str:
     if found == unbroken.new_facts:
         return "new"
     return "old" if found == unbroken.old_facts else "half"
-
-
-def _confesses(out: Path, job: Job) -> bool:
-    return bool(job.confesses) and job.confesses in out.read_bytes() and _is_xml(out)
-
-
-def _is_xml(file: Path) -> bool:
-    try:
-        ElementTree.parse(file)
-    except ElementTree.ParseError:
-        return False
-    return True
 
 
 def _left(died: Outcome, hit: signal.Signals, state: str, over: bool, job: Job, place: Path) -> str:

@@ -120,8 +120,7 @@ COMMANDS: tuple[str, ...] = (
     f"evaluate m {_D} --no-speed {MEASURING} out.json",
     f"evaluate m {_D} --against m --no-speed {MEASURING} out.json",
     f"check m {_D} {MEASURING} --against m --limit 'perplexity recovery >= 98 %'",
-    f"check m {_D} {MEASURING} --limit 'perplexity <= 1e6' --baseline out.json "
-    "--update-baseline --config allow_dirty=true",
+    f"check m {_D} {MEASURING} --limit 'perplexity <= 1e6' --baseline out.json --update-baseline",
     f"compress m {_D} --keep 0.5 --config calibration_tokens=256 --config seq_len=16 out",
 )
 

@@ -139,7 +139,7 @@ def _commands(place: Path) -> None:
         "export result --to vllm exported",
         "export speaking --to gguf --config prove=read-back spoken",
         f"evaluate result --data text.txt --against llama --no-speed {MEASURING} report.json",
-        "check --config check.yaml --update-baseline --config allow_dirty=true",
+        "check --config check.yaml --update-baseline",
     ):
         well(line, place)
     # a report of check goes to stdout

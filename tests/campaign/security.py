@@ -127,7 +127,7 @@ _PATHS: tuple[Callable[[Path], str], ...] = (
         "../../outside/x",
         "!prune llama --gates evil out",
     ),
-    _renamed("gates/config.yaml", "text.txt", _SECRET, "report evil out.md"),
+    _renamed("gates/config.yaml", "text.txt", _SECRET, "report result evil out.html"),
     _renamed(
         "scores/scores.json",
         '"fisher"',

@@ -48,7 +48,8 @@ def attention(
     """Show what every head attends to in a sentence, on one page."""
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import REPORT
-    from headprune.render.attention import AttentionPicture, refuse_other_suffix
+    from headprune.render.attention import AttentionPicture
+    from headprune.render.html import refuse_other_suffix
     from headprune.role.sentence import read_sentence
 
     output = Path(output)

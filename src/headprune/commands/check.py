@@ -63,7 +63,7 @@ def _notify(
 
 
 def _mark_failed(values: Mapping[str, Any], error: HeadpruneError) -> None:
-    """Have an earlier JUnit file say so, unless it is another's."""
+    """Write the error into the JUnit file, unless that is another's."""
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import JUNIT
     from headprune.io.writing import write_whole
@@ -87,7 +87,6 @@ def _exit_code(result: CheckReport | Baseline) -> int:
     exit_code=_exit_code,
     failed=_mark_failed,
     notify=_notify,
-    needs=dict.fromkeys(("allow_dirty", "allow_other"), "update_baseline"),
 )
 def check(
     model: o.Model,
@@ -101,7 +100,7 @@ def check(
         BeforeValidator(several),
         o.option(
             "What must hold (repeatable): 'perplexity <= +2 %' of the baseline, 'perplexity <= "
-            "105 %' of the original, 'query_heads == 201', 'roles_lost == 0'.",
+            "105 %' of the original, 'query_heads == 201'.",
         ),
     ] = (),
     baseline: Annotated[
@@ -114,15 +113,12 @@ def check(
     max_windows: o.MaxWindows | None = None,
     junit: Annotated[o.File, o.option("JUnit XML to write; replaced.", panel=o.OUTPUT)]
     | None = None,
-    allow_dirty: bool = False,
-    allow_other: bool = False,
     split: str = "test",
     drop_unexpected: bool = False,
     seq_len: Length = 512,
     batch_size: Few = 4,
     confidence: Level = 0.99,
     resamples: Few = 10_000,
-    role_sequences: Few = 16,
     needle_lengths: o.Lengths = (),
     needle_trials: Few = 4,
     max_new_tokens: int = 128,
@@ -152,7 +148,6 @@ def check(
         batch_size=batch_size,
         confidence=confidence,
         resamples=resamples,
-        role_sequences=role_sequences,
         needle_lengths=needle_lengths,
         needle_trials=needle_trials,
         max_new_tokens=max_new_tokens,
@@ -168,7 +163,7 @@ def check(
 
         context.stage("evaluating")
         if update_baseline:
-            return check.update_baseline(config, allow_dirty, allow_other, remote, context.step)
+            return check.update_baseline(config, remote, context.step)
         with _files(config, output, junit):
             report = check.check(config, remote, context.step)
             _write(report, output, junit)
@@ -193,11 +188,9 @@ def _never_one(context: Context) -> Iterator[None]:
 
 @contextmanager
 def _files(config: CheckConfig, output: Path | None, junit: Path | None) -> Iterator[None]:
-    """Reserve the files; after an error, the JUnit file says so, as an old one would mislead."""
+    """Reserve the files."""
     from headprune.io.outputs import claimed_file
     from headprune.io.ownership import CHECK, JUNIT
-    from headprune.io.writing import write_whole
-    from headprune.regression.junit import junit_error
 
     sources = [domain.source for domain in config.data]
     inputs = (config.model, *sources, config.baseline, config.against)
@@ -205,12 +198,7 @@ def _files(config: CheckConfig, output: Path | None, junit: Path | None) -> Iter
         for path, kind in ((junit, JUNIT), (output, CHECK)):
             if path is not None:
                 claims.enter_context(claimed_file(path, kind, overwrite=True, inputs=inputs))
-        try:
-            yield
-        except BaseException as error:  # also by Ctrl-C
-            if junit is not None:
-                write_whole(junit, junit_error(config.model, str(error) or type(error).__name__))
-            raise
+        yield
 
 
 def _write(report: CheckReport, output: Path | None, junit: Path | None) -> None:

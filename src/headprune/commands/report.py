@@ -33,14 +33,14 @@ def report(
     runs: Annotated[
         Path | str | Sequence[Path | str],
         BeforeValidator(several),
-        o.argument("RUN...", "Folders of results, gates or scores; reports of evaluate."),
+        o.argument("RUN...", "Results, and their gates, scores, roles and evaluations."),
     ],
-    output: Annotated[o.File, o.argument("OUTPUT", "The page (.html) or summary (.md) to write.")],
+    output: Annotated[o.File, o.argument("OUTPUT", "The page (.html) to write.")],
     *,
     overwrite: o.Overwrite = False,
     context: Context = Context(),
 ) -> Reported:
-    """Report on runs: heads, quality, memory, speed, verification and provenance, on one page."""
+    """Report on results: heads, quality, memory, speed, proof and provenance, on one page."""
     from headprune.render.report import report
 
     context.stage("drawing")

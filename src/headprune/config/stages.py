@@ -41,7 +41,7 @@ NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _NEEDLE = "needle_accuracy"
 # metrics with passes of their own, by the setting that says how much is read for them
 _ON_DEMAND = {
-    "last_words": ("last_word_accuracy", "seen_last_word_accuracy"),
+    "last_words": ("last_word_accuracy",),
     "passage_words": ("passage_words",),
 }
 # metrics of written text
@@ -419,7 +419,6 @@ class CheckConfig(NeedleConfig):
     batch_size: Few = 4
     max_windows: Count | None = None
     dtype: Dtype = Dtype.AUTO
-    role_sequences: Annotated[Few, Field(ge=10)] = 16  # fewer decide nothing
     seed: Seed = 0
     drop_unexpected: bool = False
 

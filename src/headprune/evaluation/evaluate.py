@@ -37,12 +37,11 @@ from headprune.evaluation.metrics import (
 )
 from headprune.evaluation.probes import (
     FEWEST,
+    LAST_WORDS,
     NEEDLES,
     PASSAGE_WORDS,
     Needle,
-    last_word_columns,
 )
-from headprune.evaluation.recall import WORDS, RecalledWords, WordMarks
 from headprune.evaluation.refusals import are_pairs
 from headprune.evaluation.report import (
     Difference,
@@ -67,7 +66,7 @@ from headprune.model.speed import measure as timed
 from headprune.schemas.manifest import utc_now
 from headprune.tensors.dtypes import dtype_name
 
-_BY_ROW = (*quality.TokenLosses._fields, *WORDS, "cosines")  # columns that have a row per window
+_BY_ROW = (*quality.TokenLosses._fields, "cosines")  # columns that have a row per window
 
 
 @dataclass(frozen=True)
@@ -267,19 +266,17 @@ def _generated(
     progress: Progress,
 ) -> dict[str, Floats]:
     """Return the columns of a causal language model."""
-    words, size, rows = RecalledWords(WordMarks(tokenizer)), config.batch_size, domain.rows
-    if domain.data.loss is Loss.ALL:  # rows of one length
-        columns = quality.causal_losses(net, rows, tokenizer, size, progress, words)._asdict()
-        columns |= words.columns()
-    else:
-        columns = quality.answer_losses(net, rows, tokenizer, size, progress)._asdict()
+    size, rows = config.batch_size, domain.rows
+    of_answers = domain.data.loss is Loss.ANSWERS
+    losses = quality.answer_losses if of_answers else quality.causal_losses
+    columns = losses(net, rows, tokenizer, size, progress)._asdict()
 
     def later(done: int, total: int) -> None:
         progress(len(rows) + done, total)
 
     hits = answered(net, domain.prompts, size, later)
     of_words, of_needles = np.split(hits, [len(domain.last_words)])
-    columns |= last_word_columns(domain.last_words, of_words)
+    columns |= dict(zip(LAST_WORDS, [of_words], strict=True)) if domain.last_words else {}
     return columns | (dict(zip(NEEDLES, [of_needles], strict=True)) if domain.needles else {})
 
 

@@ -34,9 +34,8 @@ from headprune.data.tokens import BYTES, around, refuse_beyond
 from headprune.evaluation import probes
 from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.metrics import METRICS, Samples, within
-from headprune.evaluation.probes import LastWord, Needle
+from headprune.evaluation.probes import Needle
 from headprune.evaluation.quality import TokenLosses
-from headprune.evaluation.recall import WORDS, WordMarks
 from headprune.evaluation.refusals import (
     are_pairs,
     refuse_exported,
@@ -94,7 +93,7 @@ class LoadedDomain:
     examples: Examples | Images | Recordings
     rows: Dataset
     documents: Numbers | None = None
-    last_words: tuple[LastWord, ...] = ()
+    last_words: tuple[Prompt, ...] = ()
     passage_words: tuple[PassageWord, ...] = ()
     needles: tuple[Needle, ...] = ()
     references: tuple[str, ...] = ()
@@ -109,7 +108,7 @@ class LoadedDomain:
     @property
     def prompts(self) -> list[Prompt]:
         """Prompts of last words, then of needles."""
-        return [word.row for word in self.last_words] + [needle.row for needle in self.needles]
+        return [*self.last_words, *(needle.row for needle in self.needles)]
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,9 @@ class Loaded:
     def _read(self, domain: LoadedDomain) -> tuple[str, ...]:
         task = task_of(self.nets[0])
         if task == "causal-lm":
-            words = WORDS if WordMarks(self.tokenizer).any else ()
             main = () if domain.name else probes.NEEDLES
             of_two = probes.PASSAGE_WORDS if len(self.nets) == 2 else ()
-            of_windows = words if domain.data.loss is Loss.ALL else ()
-            return (*TokenLosses._fields, *probes.LAST_WORDS, *of_two, *main, *of_windows)
+            return (*TokenLosses._fields, *probes.LAST_WORDS, *of_two, *main)
         if task in LANGUAGE_MODELS:
             return TokenLosses._fields
         if task in _COLUMNS:
@@ -281,7 +278,7 @@ def _domain(
         said = tuple(heard.transcripts) if config.metrics else ()
         return LoadedDomain(name, data, heard, sound, references=said)
     rows, documents = _rows(nets[0], tokenizer, examples, seq_len, config.max_windows, data.loss)
-    words: tuple[LastWord, ...] = ()
+    words: tuple[Prompt, ...] = ()
     of_passage: tuple[PassageWord, ...] = ()
     needles: tuple[Needle, ...] = ()
     if task_of(nets[0]) == "causal-lm":

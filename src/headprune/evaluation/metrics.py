@@ -45,12 +45,10 @@ class MetricSpec:
         formula: From columns to the metric; None if it is no function of single examples.
         columns: Names of the columns, in the order of the formula.
         compared: Comparison with the base; None for none.
-        leads: Whether tables and curves are drawn of it.
-        beside: Whether tables list it beside a leading metric.
         of_two: Whether it needs the original beside the model.
-        proportion: Whether it is the share of independent trials that succeed: one per example, or
-            where it has two columns, of the positions that the first marks.
+        proportion: Whether it is the share of examples that succeed, each by itself.
         scale: Its range, where unequal models may agree on an example: labels and written text.
+        in_tables: Whether tables show it beside the file, which holds every metric.
         settings: Settings of ``evaluate`` that decide this metric alone.
     """
 
@@ -60,11 +58,10 @@ class MetricSpec:
     formula: Callable[..., Any] | None
     columns: tuple[str, ...] = ()
     compared: Literal["ratio", "difference"] | None = None
-    leads: bool = False
-    beside: bool = False
     of_two: bool = False
     proportion: bool = False
     scale: int | None = None
+    in_tables: bool = True
     settings: tuple[str, ...] = ()
 
 
@@ -108,7 +105,7 @@ def metric(
     return add
 
 
-@metric(lower_is_better=True, compared="ratio", leads=True)
+@metric(lower_is_better=True, compared="ratio")
 def perplexity(nll_nats: Floats, tokens: Floats) -> Any:
     """Exp of the mean loss per token."""
     return np.exp(nll_nats.sum(-1) / tokens.sum(-1))
@@ -120,49 +117,31 @@ def bits_per_byte(nll_nats: Floats, utf8_bytes: Floats) -> Any:
     return nll_nats.sum(-1) / (np.log(2) * utf8_bytes.sum(-1))
 
 
-@metric("nats/token", lower_is_better=True)
+@metric("nats/token", lower_is_better=True, in_tables=False)
 def nll_nats_per_token(nll_nats: Floats, tokens: Floats) -> Any:
-    """Mean loss per token."""
+    """Mean loss per token: the logarithm of the perplexity."""
     return nll_nats.sum(-1) / tokens.sum(-1)
 
 
-@metric()
-def word_accuracy(words: Floats, word_hits: Floats) -> Any:
-    """Share of words that the model predicts, in the second half of a sequence."""
-    return word_hits.sum(-1) / words.sum(-1)
-
-
-@metric()
-def seen_word_accuracy(seen_words: Floats, seen_word_hits: Floats) -> Any:
-    """The same, of words that stand earlier in the sequence."""
-    return seen_word_hits.sum(-1) / seen_words.sum(-1)
-
-
-@metric(beside=True, proportion=True)
+@metric(proportion=True)
 def last_word_accuracy(last_word_hits: Floats) -> Any:
     """Share of the passages whose last word the model predicts."""
     return last_word_hits.mean(-1)
 
 
-@metric(proportion=True)
-def seen_last_word_accuracy(seen_last_words: Floats, seen_last_word_hits: Floats) -> Any:
-    """The same, of last words that stand earlier in the passage."""
-    return seen_last_word_hits.sum(-1) / seen_last_words.sum(-1)
-
-
-@metric(compared=None, of_two=True, beside=True, proportion=True, settings=("passage_words",))
+@metric(compared=None, of_two=True, proportion=True, settings=("passage_words",))
 def passage_words(passage_word_hits: Floats) -> Any:
     """Accuracy on the last words that the original needs the passage for."""
     return passage_word_hits.mean(-1)
 
 
-@metric(beside=True, proportion=True, settings=("needle_lengths", "needle_trials"))
+@metric(proportion=True, settings=("needle_lengths", "needle_trials"))
 def needle_accuracy(needle_hits: Floats) -> Any:
     """Share of hidden numbers that the model retrieves from the text."""
     return needle_hits.mean(-1)
 
 
-@metric(beside=True, scale=100, settings=_WRITTEN)
+@metric(scale=100, settings=_WRITTEN)
 def bleu(bleu_counts: Floats) -> Any:
     """BLEU of the written text, by sacrebleu (Post 2018, arXiv 1804.08771)."""
     return _by_sacrebleu("BLEU", bleu_counts)
@@ -180,7 +159,7 @@ def ter(ter_counts: Floats) -> Any:
     return _by_sacrebleu("TER", ter_counts)
 
 
-@metric(beside=True, scale=1, settings=_WRITTEN)
+@metric(scale=1, settings=_WRITTEN)
 def rouge1(rouge1_scores: Floats) -> Any:
     """Mean F1 of words that a summary shares with its reference, by rouge_score."""
     return rouge1_scores.mean(-1)
@@ -198,7 +177,7 @@ def rouge_l(rouge_l_scores: Floats) -> Any:
     return rouge_l_scores.mean(-1)
 
 
-@metric(lower_is_better=True, beside=True, scale=1, settings=_WRITTEN)
+@metric(lower_is_better=True, scale=1, settings=_WRITTEN)
 def wer(word_errors: Floats) -> Any:
     """Word errors per word of the references, by jiwer."""
     return _rate(word_errors)
@@ -210,19 +189,19 @@ def cer(character_errors: Floats) -> Any:
     return _rate(character_errors)
 
 
-@metric(beside=True, proportion=True, settings=_WRITTEN)
+@metric(proportion=True, settings=_WRITTEN)
 def exact_match(exact_hits: Floats) -> Any:
     """Share of answers that equal their reference, but for white space around them."""
     return exact_hits.mean(-1)
 
 
-@metric(leads=True, proportion=True)
+@metric(proportion=True)
 def accuracy(hits: Floats) -> Any:
     """Share of examples whose label, or all of whose labels, are predicted."""
     return hits.mean(-1)
 
 
-@metric(beside=True, scale=1)
+@metric(scale=1)
 def macro_f1(class_counts: Floats) -> Any:
     """Mean F1 of the classes that are true or predicted.
 
@@ -235,7 +214,7 @@ def macro_f1(class_counts: Floats) -> Any:
     return of_class.sum(-1) / np.maximum((either > 0).sum(-1), 1)
 
 
-@metric(beside=True, scale=1)
+@metric(scale=1)
 def micro_f1(label_hits: Floats, labels: Floats) -> Any:
     """F1 over all labels of all examples, where an example may have several.
 
@@ -245,13 +224,13 @@ def micro_f1(label_hits: Floats, labels: Floats) -> Any:
     return np.where(either > 0, 2 * hits / np.maximum(either, 1), 1.0)
 
 
-@metric(leads=True, scale=1)
+@metric(scale=1)
 def tag_accuracy(tag_hits: Floats, tags: Floats) -> Any:
     """Share of words with the right tag."""
     return tag_hits.sum(-1) / tags.sum(-1)
 
 
-@metric(beside=True, scale=1)
+@metric(scale=1)
 def entity_f1(entity_counts: Floats) -> Any:
     """F1 of whole entities of tags such as B-PER and I-PER, by seqeval.
 
@@ -261,7 +240,7 @@ def entity_f1(entity_counts: Floats) -> Any:
     return np.where(said + true > 0, 2 * right / np.maximum(said + true, 1), 1.0)
 
 
-@metric(leads=True)
+@metric()
 def spearman(similarities: Floats, scores: Floats) -> Any:
     """Rank correlation of scores with similarities of sentence pairs, or with predictions."""
     return np.vectorize(rank_correlation, signature="(n),(n)->()")(similarities, scores)
@@ -281,7 +260,7 @@ def mean_cosine(cosines: Floats) -> Any:
     return cosines.mean(-1)
 
 
-@metric(compared=None, of_two=True, leads=True, by_example=False)
+@metric(compared=None, of_two=True, by_example=False)
 def similarity_correlation(a: Floats, b: Floats) -> float:
     """Correlation of all pairwise similarities of texts, by the model and by its original.
 
@@ -421,12 +400,9 @@ class Samples:
 
     def outcomes(self, metric: str) -> Outcomes | None:
         """Return which trials of a proportion succeed; None for any other metric."""
-        first, *others = (self.columns[name] for name in columns_of(metric))
-        if is_score(metric) and np.isin(first, (0, 1)).all():
-            return np.asarray(first == 1)
-        if not spec_of(metric).proportion:
-            return None
-        return np.asarray((others[0][first == 1] if others else first) == 1)
+        first = self.columns[columns_of(metric)[0]]
+        share = is_score(metric) and np.isin(first, (0, 1)).all()
+        return np.asarray(first == 1) if share or spec_of(metric).proportion else None
 
 
 def columns_of(name: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Probes of a causal language model: prompts, and whether it answers them.
 
 **Last words**, in the spirit of LAMBADA (Paperno et al. 2016, arXiv 1606.06031), of passages from
-any text (``data.passages``); words that stand earlier in the passage also count apart.
+any text (``data.passages``).
 
 **Passage words** are last words that only the passage tells (``evidence.recall.needed``).
 
@@ -25,10 +25,9 @@ from headprune.data.read import Examples
 from headprune.data.sequences import windows
 from headprune.data.tokens import around
 from headprune.errors import DataError
-from headprune.evaluation.metrics import Floats
 from headprune.model.answers import Prompt
 
-LAST_WORDS = ("last_word_hits", "seen_last_words", "seen_last_word_hits")
+LAST_WORDS = ("last_word_hits",)
 PASSAGE_WORDS = ("passage_word_hits",)
 NEEDLES = ("needle_hits",)
 FEWEST = 50  # passage words that a share of them rests on
@@ -36,14 +35,6 @@ FEWEST = 50  # passage words that a share of them rests on
 _FACT = "\nThe secret number of the {key} is"
 _KEYS = ("bridge", "castle", "engine", "forest", "garden", "island", "kitchen", "river", "village")
 _LEAST_TEXT = 16  # tokens around a needle
-
-
-@dataclass(frozen=True)
-class LastWord:
-    """A passage in tokens, whose answer is its last word."""
-
-    row: Prompt
-    seen: bool
 
 
 @dataclass(frozen=True)
@@ -61,22 +52,11 @@ class Needle:
     fact: range
 
 
-def last_words(given: Iterable[Passage], tokenizer: Any, most: int | None) -> tuple[LastWord, ...]:
+def last_words(given: Iterable[Passage], tokenizer: Any, most: int | None) -> tuple[Prompt, ...]:
     """Return passages as prompts, without those of more than ``most`` tokens."""
     before = around(tokenizer).before
-    words = (
-        LastWord(prompt_of(tokenizer, one.context, one.word, before), one.seen) for one in given
-    )
-    return tuple(
-        word for word in words if word.row.start and (most is None or len(word.row.ids) <= most)
-    )
-
-
-def last_word_columns(words: Sequence[LastWord], hits: Floats) -> dict[str, Floats]:
-    """Return, per passage, the columns of last words; those without a value are left out."""
-    seen = np.array([float(word.seen) for word in words])
-    columns = dict(zip(LAST_WORDS, (hits, seen, hits * seen), strict=True))
-    return dict(list(columns.items())[: 3 if seen.any() else 1 if len(hits) else 0])
+    words = (prompt_of(tokenizer, one.context, one.word, before) for one in given)
+    return tuple(word for word in words if word.start and (most is None or len(word.ids) <= most))
 
 
 def needles(

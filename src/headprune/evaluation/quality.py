@@ -25,7 +25,6 @@ from headprune.data.sequences import refuse_empty
 from headprune.data.text import Collate, lengths
 from headprune.data.tokens import BYTES, around
 from headprune.errors import DataError
-from headprune.evaluation.recall import RecalledWords
 from headprune.model.batch import Batch, own_padding_id, padded, padding_id, without_labels
 from headprune.model.embedding import embedding
 from headprune.model.loading import task_of
@@ -49,7 +48,6 @@ def causal_losses(
     tokenizer: Any,
     batch_size: int,
     progress: Progress = lambda done, total: None,
-    words: RecalledWords | None = None,
 ) -> TokenLosses:
     """Score every token of every sequence, given those before it in the sequence.
 
@@ -62,7 +60,6 @@ def causal_losses(
         tokenizer: Its special tokens in front of a text are given.
         batch_size: Windows per forward pass.
         progress: Called with sequences done and sequences in all.
-        words: Counts predicted words in the same pass.
 
     Raises:
         DataError: If a loss is not finite; names the sequence.
@@ -71,10 +68,7 @@ def causal_losses(
     scores = _Scores(sequences, given)
     for ids in _batches(sequences, batch_size, progress):
         logits = model(input_ids=ids.to(input_device(model)), use_cache=False).logits
-        logits, labels = logits[:, given - 1 : -1], ids[:, given:]
-        scores.add(logits, labels)
-        if words is not None:
-            words.add(logits, labels)
+        scores.add(logits[:, given - 1 : -1], ids[:, given:])
     return scores.losses()
 
 

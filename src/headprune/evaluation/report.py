@@ -225,7 +225,7 @@ class Report(Identified):
     differences: tuple[Difference, ...] = ()
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Return, per metric, as text: name, value of the base, value, comparison."""
+        """Return, per metric in tables, as text: name, value of the base, value, comparison."""
         base = {one.name: one.value for one in self.against.metrics} if self.against else {}
         compared = {one.name: one.in_words() for one in self.differences}
         return [
@@ -236,6 +236,7 @@ class Report(Identified):
                 compared.get(one.name, "-"),
             )
             for one in self.model.metrics
+            if spec_of(one.name).in_tables
         ]
 
     def needle(self) -> tuple[list[str], list[list[str]]]:

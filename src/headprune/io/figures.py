@@ -93,7 +93,7 @@ def drawable(text: str) -> str:
 
 
 @style()
-def curve(  # noqa: PLR0913  # a drawing has many labels
+def curve(  # a drawing has many labels
     series: Sequence[Series],
     title: str,
     x_label: str,
@@ -101,19 +101,17 @@ def curve(  # noqa: PLR0913  # a drawing has many labels
     baseline: float | None = None,
     baseline_label: str = "original",
     higher_is_better: bool | None = None,
-    phases: Sequence[tuple[float, str]] = (),
 ) -> Figure:
-    """Draw quality against size, or losses against steps.
+    """Draw quality against size.
 
     Args:
         series: One line each; without markers where a line has many points.
         title: Title.
-        x_label: Name of the sizes or steps.
+        x_label: Name of the sizes.
         y_label: Name of the quality.
         baseline: Quality of the original, drawn as a line across.
         baseline_label: Its name.
         higher_is_better: Direction of the quality; if given, rings mark the Pareto front.
-        phases: Start and name of phases, drawn as upright lines.
     """
     from matplotlib.figure import Figure
 
@@ -124,18 +122,6 @@ def curve(  # noqa: PLR0913  # a drawing has many labels
     if baseline is not None:
         dashes, label = (0, (4, 3)), drawable(baseline_label)
         axes.axhline(baseline, color=MUTED, linestyle=dashes, linewidth=1.2, label=label)
-    for at, name in phases:
-        axes.axvline(at, color=MUTED, linestyle=":", linewidth=1.0)
-        axes.annotate(
-            drawable(name),
-            (at, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, -2),
-            textcoords="offset points",
-            va="top",
-            color=MUTED,
-            fontsize=8,
-        )
     for index, line in enumerate(sorted(series, key=lambda line: line.reference)):
         _line(axes, line, index)
     if higher_is_better is not None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,8 +52,6 @@ class Baseline(BaseModel):
     Attributes:
         schema_version: Version of this schema.
         created: UTC time.
-        commit: The git commit from which it was made; None outside a repository.
-        dirty: Whether tracked files were changed since.
         versions: Of headprune, Python, torch, transformers and datasets.
         platform: Operating system and processor.
         model: Folder or hub id of the model.
@@ -78,8 +74,6 @@ class Baseline(BaseModel):
 
     schema_version: Literal[1] = 1
     created: str
-    commit: str | None
-    dirty: bool
     versions: dict[str, str]
     platform: str
     model: str
@@ -118,7 +112,7 @@ class Baseline(BaseModel):
         if why is not None:
             raise DataError(
                 f"The baseline '{path}' was made {why}. Give the same settings, or write a new "
-                "one with --update-baseline --config allow_other=true."
+                "one with --update-baseline."
             )
 
     def _other(self, loaded: Loaded, settings: dict[str, Any]) -> str | None:
@@ -188,31 +182,3 @@ def read_baseline(path: Path) -> Baseline:
             f"There is no baseline at '{path}'; headprune check --update-baseline writes it."
         )
     return read_as(Baseline, path)
-
-
-@dataclass(frozen=True)
-class GitState:
-    """The checked-out commit, and tracked files that differ from it."""
-
-    commit: str
-    changed: tuple[str, ...]
-
-
-def git_state(besides: Path) -> GitState | None:
-    """Return the state of the repository around a file, which itself may differ.
-
-    None outside a repository, before its first commit, or without git.
-    """
-    folder = next(p for p in besides.absolute().parents if p.is_dir())
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    try:
-        commit = git("rev-parse", "HEAD").strip()
-        others = ("--", ":/", f":(exclude,literal){besides.absolute()}")
-        lines = git("status", "--porcelain", "--untracked-files=no", *others).splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return GitState(commit, tuple(line[3:] for line in lines))

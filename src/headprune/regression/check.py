@@ -17,9 +17,8 @@ from headprune.io.ownership import BASELINE
 from headprune.model import speed
 from headprune.model.cost import model_cost
 from headprune.model.residency import residency_of
-from headprune.regression.baseline import Baseline, Subject, git_state, read_baseline
-from headprune.regression.limits import ROLES_LOST, SPEED, Limit, parse_limit
-from headprune.regression.roles import judge_roles
+from headprune.regression.baseline import Baseline, Subject, read_baseline
+from headprune.regression.limits import SPEED, Limit, parse_limit
 from headprune.regression.verdicts import (
     Judged,
     Verdict,
@@ -45,7 +44,6 @@ class CheckReport(Identified):
         against: The original, if a limit refers to it.
         measured_against: Its id.
         baseline: The baseline file, if a limit refers to it.
-        baseline_commit: The git commit that it was made from.
         limits: Limit by limit.
         metrics: Quality of the model.
         evaluate_s: Seconds that loading, running and timing the models took.
@@ -59,7 +57,6 @@ class CheckReport(Identified):
     against: str | None
     measured_against: Digest | None = None
     baseline: str | None
-    baseline_commit: str | None
     limits: tuple[Judged, ...]
     metrics: tuple[Metric, ...]
     evaluate_s: float
@@ -99,16 +96,11 @@ def check(
             if one.needs_baseline and one.is_quality:
                 baseline.refuse_metric(path, one.metric, settings, original)
     evaluation = run(loaded, config.evaluate_config(), progress)
-    of_roles = [one for one in limits if one.metric == ROLES_LOST]
-    roles = judge_roles(of_roles, loaded, config, progress)
     timed = any(one.metric in SPEED for one in limits)
     ratios = speed.ratios(*loaded.nets) if timed else {}
     evaluated = time.perf_counter()
     route = load_route(loaded.nets[0])
-    judged = tuple(
-        roles.get(one) or judge_limit(one, evaluation, route, baseline, ratios, config)
-        for one in limits
-    )
+    judged = tuple(judge_limit(one, evaluation, route, baseline, ratios, config) for one in limits)
     verdict, report = overall(judged), evaluation.report
     return CheckReport(
         verdict=verdict,
@@ -118,7 +110,6 @@ def check(
         against=against,
         measured_against=loaded.ids[1] if against is not None else None,
         baseline=config.baseline if baseline is not None else None,
-        baseline_commit=baseline.commit if baseline is not None else None,
         limits=judged,
         metrics=report.model.metrics,
         provenance=report.provenance,
@@ -129,17 +120,13 @@ def check(
 
 def update_baseline(
     config: CheckConfig,
-    allow_dirty: bool = False,
-    allow_other: bool = False,
     trust_remote_code: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Baseline:
-    """Evaluate a model and write the baseline.
+    """Evaluate a model and write the baseline; an earlier one is replaced.
 
     Args:
         config: Model, data and limits.
-        allow_dirty: Write it although tracked files differ from the commit it will name.
-        allow_other: Replace a baseline of other data, settings or another model.
         trust_remote_code: Allow code that comes with the model.
         progress: Called with windows done and windows in all.
 
@@ -149,27 +136,15 @@ def update_baseline(
     if config.baseline is None:
         raise HeadpruneError("--update-baseline needs --baseline, the file to write.")
     limits, path = [parse_limit(text) for text in config.limits], Path(config.baseline)
-    state = git_state(path)
-    if state is not None and state.changed and not allow_dirty:
-        raise HeadpruneError(
-            f"The baseline would name the commit {state.commit[:12]}, but {len(state.changed)} "
-            f"tracked files differ from it ('{state.changed[0]}' the first). Commit them, or give "
-            "allow_dirty."
-        )
     sources = [domain.source for domain in config.data]
     with claimed_file(path, BASELINE, True, (config.model, *sources, config.against)):
-        earlier = read_baseline(path) if path.exists() and not allow_other else None
         # of use for embeddings only: these are measured against the original
         original = not limits or any(_is_of_two(one) for one in limits)
         loaded = _load(config, config.against if original else None, trust_remote_code)
-        if earlier is not None:
-            earlier.refuse_other(path, loaded, loaded.settings(config.evaluate_config()))
         evaluation = run(loaded, config.evaluate_config(), progress)
         report = evaluation.report
         baseline = Baseline(
             **report.provenance.model_dump(),
-            commit=state.commit if state is not None else None,
-            dirty=bool(state is not None and state.changed),
             model=config.model,
             subject=Subject.of(loaded.nets[0]),
             dtype=report.model.dtype,

@@ -10,7 +10,6 @@
     query_heads == 201             exact counts
     load_route == native           or runtime
     perplexity[brown] <= 105 %     on the further data of that name
-    roles_lost == 0                roles of the original that no head has any more
     lambada_openai:acc >= 0.3      a score of a task of lm-eval
 
 A sign makes it relative to the baseline, a percent sign without one to the original.
@@ -36,8 +35,7 @@ STRUCTURE = (
 )
 SPEED = ("prefill_tokens_per_s", "decode_tokens_per_s")
 ROUTE = "load_route"
-ROLES_LOST = "roles_lost"
-KNOWN = (*METRICS, *STRUCTURE, *SPEED, ROUTE, ROLES_LOST)
+KNOWN = (*METRICS, *STRUCTURE, *SPEED, ROUTE)
 
 Operator = Literal["<=", ">=", "=="]
 
@@ -94,8 +92,7 @@ class Limit:
     @property
     def needs_original(self) -> bool:
         """True if it is relative to the original."""
-        relative = self.kind in (Comparison.SHARE, Comparison.RECOVERY)
-        return relative or self.metric == ROLES_LOST
+        return self.kind in (Comparison.SHARE, Comparison.RECOVERY)
 
 
 def parse_limit(text: str) -> Limit:
@@ -157,8 +154,6 @@ def _kind(metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Com
     score, speed = is_score(metric), metric in SPEED
     quality = not score and parted(metric)[0] in METRICS
     higher_is_better = spec_of(metric).higher_is_better if quality else speed
-    if metric == ROLES_LOST and (sign or percent or recovery or op == ">="):
-        raise _Problem(f"{metric} counts roles of the original. Write '{metric} == 0', or '<= 1'.")
     if score and (recovery or op == "=="):  # its direction is known once the task has run
         raise _Problem(
             f"bound the score of a task by <= or >=, as '{metric} >= 98 %' (of the original's)."

@@ -69,7 +69,6 @@ class Judged(BaseModel):
         n: Windows, examples or repeats behind it.
         n_needed: About how many would make an undecided verdict clear.
         verdict: Whether the limit holds.
-        names: Names of counted things, such as lost roles.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,7 +85,6 @@ class Judged(BaseModel):
     n: int | None = None
     n_needed: int | None = None
     verdict: Verdict
-    names: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _alike(self) -> Judged:
@@ -104,8 +102,7 @@ class Judged(BaseModel):
 
     def number(self) -> str:
         """Return the value as text."""
-        value = self.value if isinstance(self.value, str) else self._shown(self.value)
-        return f"{value} ({', '.join(self.names)})" if self.names else value
+        return self.value if isinstance(self.value, str) else self._shown(self.value)
 
     def interval(self) -> str:
         """Return its interval as text; empty for a count."""

@@ -14,11 +14,11 @@ import numpy as np
 from torch import Tensor
 
 from headprune.context import Allowed, Context
-from headprune.errors import HeadpruneError, PlanError
+from headprune.errors import PlanError
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import REPORT
 from headprune.io.writing import write_whole
-from headprune.render.html import page, template
+from headprune.render.html import page, refuse_other_suffix, template
 from headprune.role.sentence import LayerWeights, Sentence, read_sentence
 
 FIRST = 3  # heads to show where none is named
@@ -145,12 +145,6 @@ def attention_picture(
     context = Context(allowed=Allowed(**loading))
     sentence = read_sentence(model, text, target, attention, context)
     return AttentionPicture.of(sentence, heads, layers)
-
-
-def refuse_other_suffix(output: Path) -> None:
-    """Raise HeadpruneError for an output that is no HTML file."""
-    if output.is_dir() or output.suffix.lower() not in (".html", ".htm"):
-        raise HeadpruneError(f"'{output}': the output is a page; name an .html file.")
 
 
 def _grid(layers: Sequence[LayerWeights]) -> dict[str, Any]:

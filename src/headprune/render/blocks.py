@@ -72,11 +72,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Section:
-    """Blocks under a title; Markdown hides folded ones behind it."""
+    """Blocks under a title."""
 
     title: str
     blocks: Sequence[Block]
-    folded: bool = False
 
 
 Block: TypeAlias = "Table | Paragraph | Code | Chart | Section | HeadMap"

@@ -11,10 +11,10 @@ from headprune.io import figures
 from headprune.io.figures import Series
 from headprune.regression.baseline import DECISIVE
 from headprune.render.blocks import Chart, Table, percent
-from headprune.render.folders import History
 from headprune.render.records import short_name
 from headprune.render.runs import ReportedRun
 from headprune.role import pictures
+from headprune.schemas.roles import RolesRecord
 
 
 def main_metric(report: Report) -> Metric:
@@ -103,65 +103,17 @@ def _bounds(value: float, difference: Difference | None) -> tuple[float, float]:
     )
 
 
-def training_charts(run: ReportedRun) -> list[Chart]:
-    """Return charts of expected heads and of losses."""
-    drawn = []
-    for one in run.histories:
-        heads = {
-            "expected open heads": one.column("expected_heads"),
-            "target": one.column("target_heads"),
-        }
-        if len({*heads["expected open heads"]}) > 1:  # known, and not chosen before the first step
-            known = {name: values for name, values in heads.items() if values}
-            drawn.append(_history("Open heads while gates are trained", "query heads", known, one))
-        title = "Loss while gates are trained" if one.kind == "gates" else "Healing"
-        drawn.append(_history(title, "loss", {"loss": one.column("loss")}, one))
-    return drawn
-
-
-def _history(title: str, unit: str, lines: dict[str, list[float]], history: History) -> Chart:
-    steps, last = [point.step for point in history.points], len(history.points) - 1
-    places = sorted({round(i * last / 10) for i in range(11)})
-    rows = [(f"{steps[i]:,}", *(f"{line[i]:.4g}" for line in lines.values())) for i in places]
-    series = [Series(name, steps, values) for name, values in lines.items()]
-    name, first = next(iter(lines.items()))
-    note = f"All {history.steps:,} steps."
-    if len(steps) < history.steps:
-        width = -(-history.steps // len(steps))
-        note = f"{history.steps:,} steps as {len(steps):,} points; losses are means of {width}."
-    return Chart(
-        title,
-        figures.curve(series, "", "step", unit, phases=history.phases),
-        f"{name} from {first[0]:.4g} to {first[-1]:.4g} in {history.steps:,} steps.",
-        Table(("step", *lines), rows),
-        note,
-    )
-
-
-def roles_charts(run: ReportedRun) -> list[Chart]:
-    """Return charts of roles, before and after a cut, and of their scores."""
-    if (record := run.roles) is None:
-        return []
+def roles_chart(record: RolesRecord) -> Chart:
+    """Return a chart of roles, before and after a cut."""
     counts = {n: sum(h.role == n for m in record.modules for h in m.heads) for n in record.roles}
     listed = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
     of = f"{record.model.name}, on {short_name(record.data.source)}"
     columns, rows = pictures.roles_table(record)
-    scored = pictures.scores_table(record)
-    return [
-        Chart(
-            "Roles of heads",
-            pictures.roles_figure(record),
-            f"Heads with a role: {listed}.",
-            Table(columns, rows, names=len(columns)),
-            f"{of}.",
-            wide=True,
-        ),
-        Chart(
-            "Scores of roles",
-            pictures.scores_figure(record),
-            "One small map of layers by heads for each score.",
-            Table(*scored),
-            f"{of}; outlined, and with a * in the table: the whole interval is over the line.",
-            wide=True,
-        ),
-    ]
+    return Chart(
+        "Roles of heads",
+        pictures.roles_figure(record),
+        f"Heads with a role: {listed}.",
+        Table(columns, rows, names=len(columns)),
+        f"{of}.",
+        wide=True,
+    )

@@ -39,8 +39,7 @@ def checked(console: Console, report: CheckReport) -> None:
         if one.verdict is Verdict.UNDECIDED:
             page.append(Paragraph(f"{one.limit}: {one.advice()}.", "warning"))
     if report.baseline is not None:
-        commit = f", commit {report.baseline_commit[:12]}" if report.baseline_commit else ""
-        page.append(Paragraph(f"Baseline: {report.baseline}{commit}."))
+        page.append(Paragraph(f"Baseline: {report.baseline}."))
     broken, undecided = (
         sum(one.verdict is verdict for one in report.limits)
         for verdict in (Verdict.BROKEN, Verdict.UNDECIDED)
@@ -54,10 +53,8 @@ def recorded(console: Console, baseline: Baseline, path: str) -> None:
     rows = [(label(name), f"{value:.4f}") for name, value in baseline.metrics.items()]
     rows += [(name.replace("_", " "), f"{count:,}") for name, count in baseline.structure.items()]
     rows.append(("load route", baseline.load_route))
-    where = f"commit {baseline.commit[:12]}" if baseline.commit else "no git commit"
-    dirty = ", with changed files" if baseline.dirty else ""
     n = max(map(len, baseline.samples.values()))
-    words = f"Baseline of {n} windows or examples ({where}{dirty}): {path}."
+    words = f"Baseline of {n} windows or examples: {path}."
     show(console, [Table(("", ""), rows), Paragraph(words)])
 
 

@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from headprune.render.blocks import GONE, KEPT
-from headprune.render.markdown import line_of_code
 from headprune.runtime.modeling_headprune import kv_owners
 from headprune.tensors.units import Unit, members
 
-State = Literal["kept", "removed", "earlier", "scored"]  # earlier: it was gone before the run
+State = Literal["kept", "removed", "earlier"]  # earlier: it was gone before the run
 PerHead = Mapping[tuple[str, int], Any]  # by module path and head id
 _CELL, _GAP = 18, 3  # of the drawing, in its own units
 _WIDE = 16  # heads; with more of them the map gets the width of the page, and larger labels
@@ -41,9 +39,7 @@ class Layer:
     def of(path: str, ids: Sequence[int], sizes: Sequence[int]) -> Layer:
         """Return the layer, with a cell per id up to the largest."""
         cells = range(max(ids, default=-1) + 1)
-        return Layer(
-            path, ids, sizes, [Cell(h, "scored" if h in ids else "earlier") for h in cells]
-        )
+        return Layer(path, ids, sizes, [Cell(h, "kept" if h in ids else "earlier") for h in cells])
 
     @property
     def group(self) -> int:
@@ -100,27 +96,15 @@ class HeadMap:
         return [cell for layer in self.layers for cell in layer.cells]
 
     @property
-    def only_scored(self) -> bool:
-        return any(cell.state == "scored" for cell in self.cells)
-
-    @property
     def counts(self) -> tuple[int, int]:
         """Heads that stay, and all heads."""
-        return sum(cell.state in ("kept", "scored") for cell in self.cells), len(self.cells)
+        return sum(cell.state == "kept" for cell in self.cells), len(self.cells)
 
     @property
     def title(self) -> str:
         stay, heads = self.counts
         of = f" of {self.name}" if self.name else ""
-        return (
-            f"Heads{of}: {heads} scored"
-            if self.only_scored
-            else f"Heads{of}: {stay} of {heads} stay"
-        )
-
-    @property
-    def key(self) -> str:
-        return "" if self.only_scored else f"{KEPT} stays, {GONE} is removed."
+        return f"Heads{of}: {stay} of {heads} stay"
 
     def labels(self) -> list[str]:
         """Return the distinctive parts of module paths, such as ``7``."""
@@ -129,19 +113,6 @@ class HeadMap:
             return [layer.path for layer in self.layers]
         differing = [i for i, names in enumerate(zip(*parts, strict=True)) if len({*names}) > 1]
         return [".".join(names[i] for i in differing) for names in parts]
-
-    def lines(self) -> str:
-        """Return the map as text, a line per layer."""
-        labels = [line_of_code(label) for label in self.labels()]
-        width = max(map(len, labels), default=0)
-        signs = {"kept": KEPT, "removed": GONE, "earlier": " ", "scored": KEPT}
-        lines = []
-        for label, layer in zip(labels, self.layers, strict=True):
-            drawn = "".join(signs[cell.state] for cell in layer.cells)
-            group = layer.group if layer.group > 1 else len(drawn) or 1
-            parts = [drawn[at : at + group] for at in range(0, len(drawn), group)]
-            lines.append(f"{label:<{width}}  {' '.join(parts)}".rstrip())
-        return "\n".join(lines)
 
     def geometry(self) -> dict[str, Any]:
         """Return the cells of the drawing, in its own units."""

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from headprune._version import __version__
+from headprune.errors import HeadpruneError
 from headprune.io.figures import inline_svg
 from headprune.io.markup import xml_safe
 from headprune.render.blocks import Block, Chart, Code, Paragraph, Section, Table
+
+
+def refuse_other_suffix(output: Path) -> None:
+    """Raise HeadpruneError for an output that is no HTML file."""
+    if output.is_dir() or output.suffix.lower() not in (".html", ".htm"):
+        raise HeadpruneError(f"'{output}': the output is a page; name an .html file.")
 
 
 def page(name: str, *, style: str, script: str, **content: Any) -> str:

@@ -1,38 +1,29 @@
-"""Blocks as Markdown: model card, summary for a pull request, step summary of CI."""
+"""Blocks as Markdown: model card and step summary of CI."""
 
 from __future__ import annotations
 
 import re
 
 from headprune.io.markup import inert, printable, xml_safe
-from headprune.render.blocks import Block, Chart, Code, Page, Paragraph, Section, Table
+from headprune.render.blocks import Code, Page, Paragraph, Section, Table
 
 
 def markdown(page: Page, level: int = 2) -> str:
-    """Return the page as Markdown, names escaped, headings from a level on."""
-    return "\n\n".join(filter(None, (_block(block, level) for block in page)))
-
-
-def _block(block: Block, level: int) -> str:
-    if isinstance(block, Table):
-        return table(block)
-    if isinstance(block, Paragraph):
-        return (f"**{block.tone}:** " if block.tone else "") + escaped(block.words)
-    if isinstance(block, Code):
-        title = f"{block.title}\n\n" if block.title else ""
-        return f"{title}```{block.language}\n{inert(block.text)}\n```"
-    if isinstance(block, Section):
-        inside = markdown(block.blocks, level + 1)
-        if block.folded:
-            return f"<details><summary>{escaped(block.title)}</summary>\n\n{inside}\n\n</details>"
-        return f"{'#' * level} {escaped(block.title)}\n\n{inside}"
-    if isinstance(block, Chart):
-        section = Section(block.title, (block.table, Paragraph(block.note)), folded=True)
-    else:  # a map of heads
-        section = Section(
-            block.title, (Paragraph(block.key), Code(block.lines(), "text")), folded=True
-        )
-    return _block(section, level)
+    """Return text, tables and sections as Markdown, names escaped, headings from a level on."""
+    blocks = []
+    for block in page:
+        if isinstance(block, Table):
+            blocks.append(table(block))
+        elif isinstance(block, Paragraph):
+            tone = f"**{block.tone}:** " if block.tone else ""
+            blocks.append(tone + escaped(block.words))
+        elif isinstance(block, Code):
+            title = f"{block.title}\n\n" if block.title else ""
+            blocks.append(f"{title}```{block.language}\n{inert(block.text)}\n```")
+        elif isinstance(block, Section):
+            heading = f"{'#' * level} {escaped(block.title)}"
+            blocks.append(f"{heading}\n\n{markdown(block.blocks, level + 1)}")
+    return "\n\n".join(blocks)
 
 
 def table(block: Table) -> str:

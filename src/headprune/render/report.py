@@ -1,24 +1,21 @@
-"""headprune report: runs and their results, as a page or as Markdown."""
+"""headprune report: results and their measurements, as a page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headprune._version import __version__
 from headprune.errors import HeadpruneError
 from headprune.evaluation.metrics import label
 from headprune.evaluation.report import Report
-from headprune.io.markup import xml_safe
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import REPORT
 from headprune.io.writing import write_whole
 from headprune.render import charts, html, records
 from headprune.render.blocks import (
     Block,
-    Chart,
     Paragraph,
     Section,
     Table,
@@ -29,14 +26,10 @@ from headprune.render.blocks import (
     short_count,
 )
 from headprune.render.folders import read_place
-from headprune.render.head_map import HeadMap
-from headprune.render.markdown import escaped, markdown
 from headprune.render.models import evaluated, speeds
 from headprune.render.runs import ReportedRun, assemble
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Shape
-
-MARKDOWN = (".md", ".markdown")
 
 
 @dataclass(frozen=True)
@@ -49,18 +42,18 @@ class Reported:
     def as_json(self) -> dict[str, Any]:
         """Return the content of ``--json``."""
         runs = [
-            {"name": r.name, "folder": str(r.path), "source": r.source, "summary": r.summary}
+            {"name": r.name, "folder": str(r.path), "source": _source(r), "summary": r.summary}
             for r in self.runs
         ]
         return {"output": str(self.output), "runs": runs}
 
 
 def report(runs: Sequence[str | Path], output: Path, overwrite: bool = False) -> Reported:
-    """Write a report on one run, or on several side by side.
+    """Write a page on one result, or on several side by side.
 
     Args:
-        runs: Folders of headprune, or reports of ``evaluate`` and ``check``.
-        output: A page (.html), or a summary for a pull request (.md).
+        runs: Results, and their gates, scores, roles and reports of ``evaluate`` and ``check``.
+        output: An HTML file.
         overwrite: Replace an existing page of headprune.
 
     Raises:
@@ -68,16 +61,11 @@ def report(runs: Sequence[str | Path], output: Path, overwrite: bool = False) ->
     """
     if not runs:
         raise HeadpruneError("There is no run to report on; give its folder.")
-    if output.is_dir() or output.suffix.lower() not in (".html", ".htm", *MARKDOWN):
-        raise HeadpruneError(
-            f"'{output}': a report is written as a page (.html) or as Markdown (.md); name such a "
-            "file."
-        )
+    html.refuse_other_suffix(output)
     paths = list(dict.fromkeys(Path(run) for run in runs))
     with claimed_file(output, REPORT, overwrite, paths):
         shown = assemble([read_place(path) for path in paths])
-        as_text = output.suffix.lower() in MARKDOWN
-        write_whole(output, summary(shown) if as_text else page(shown))
+        write_whole(output, page(shown))
     return Reported(tuple(shown), output)
 
 
@@ -87,103 +75,59 @@ def page(runs: Sequence[ReportedRun]) -> str:
     by_run = [*map(run_blocks, runs)]
     title = f"{len(runs)} runs side by side"
     if len(runs) == 1:  # the map of heads comes first
-        title, first = runs[0].name, int(runs[0].head_map is not None)
-        by_run, shared = [[*by_run[0][:first], *shared, *by_run[0][first:]]], []
+        title, by_run, shared = runs[0].name, [[runs[0].head_map, *shared, *by_run[0]]], []
     else:
-        maps = [*_named_maps(runs)]
-        by_run = [[block for block in blocks if block not in maps] for blocks in by_run]
-        shared = [comparison(runs), *shared, *maps]
+        for run in runs:
+            run.head_map.name = run.name
+        shared = [comparison(runs), *shared, *(run.head_map for run in runs)]
     return html.page(
         "page.html.jinja",
         style=html.template("page.css"),
         script=html.template("page.js"),
         title=title,
-        heads=[(run, tiles(run)) for run in runs],
+        runs=runs,
+        tiles=tiles(runs[0]) if len(runs) == 1 else [],
         shared=shared,
         by_run=by_run,
     )
 
 
-def _named_maps(runs: Sequence[ReportedRun]) -> Iterator[HeadMap]:
-    for run in runs:
-        if run.head_map is not None:
-            run.head_map.name = run.name
-            yield run.head_map
-
-
-def summary(runs: Sequence[ReportedRun]) -> str:
-    """Return the Markdown summary for a pull request."""
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    several = len(runs) > 1
-    lines = [f"- **{escaped(run.name)}**: {escaped(run.summary)}" for run in runs]
-    about = "\n".join(lines) if several else escaped(runs[0].summary)
-    blocks: list[Block] = [comparison(runs), *charts.quality_charts(runs)]
-    blocks += _named_maps(runs) if several else []
-    for run in runs:
-        for block in run_blocks(run):
-            if isinstance(block, Chart) or block in blocks:
-                continue  # a training is for the page
-            if several and isinstance(block, Section):
-                block = Section(f"{block.title}: {run.name}", block.blocks, block.folded)
-            blocks.append(block)
-    text = f"## {escaped(title)}\n\n{about}\n\n{markdown(blocks, level=3)}"
-    return xml_safe(
-        f"<!-- headprune {__version__} -->\n{text}\n\nMade by headprune {__version__}.\n"
-    )
-
-
 def run_blocks(run: ReportedRun) -> list[Block]:
-    """Return heads, trainings, proof, roles, checks and evaluations of a run."""
-    blocks: list[Block] = [run.head_map] if run.head_map is not None else []
-    blocks += charts.training_charts(run) + charts.roles_charts(run)
-    if run.manifest is not None:
-        code = records.load_code(run.manifest, run.path.name)
-        stored = Paragraph(
-            records.stored(run.manifest.shape, run.manifest.uneven, run.manifest.brings_code)
-        )
-        blocks.append(Section("Proof", records.proof(run.manifest), folded=True))
-        blocks.append(Section("Load it", [code, stored], folded=True))
-        if run.manifest.choice is not None:
-            blocks.append(Section("Chosen", records.chosen(run.manifest.choice), folded=True))
+    """Return roles, proof, checks, evaluations and provenance of a run."""
+    manifest = run.manifest
+    stored = records.stored(manifest.shape, manifest.uneven, manifest.brings_code)
+    code = records.load_code(manifest, run.path.name)
+    blocks: list[Block] = [] if run.roles is None else [charts.roles_chart(run.roles)]
+    blocks.append(Section("Proof", records.proof(manifest)))
+    blocks.append(Section("Load it", [code, Paragraph(stored)]))
+    if manifest.choice is not None:
+        blocks.append(Section("Chosen", records.chosen(manifest.choice)))
     if run.role_table is not None:
-        blocks.append(Section("Roles", [run.role_table], folded=True))
+        blocks.append(Section("Roles", [run.role_table]))
     for check in run.checks:
         rows = [(one.limit, one.found(), one.verdict.value) for one in check.limits]
         table = Table(("limit", "found", "verdict"), rows, names=3)
         verdict = Paragraph(f"{check.verdict.value}: {check.model}")
-        blocks.append(Section("Check", [verdict, table], folded=True))
+        blocks.append(Section("Check", [verdict, table]))
     for report in run.evaluations:
-        inside = evaluated(report, run.base_name(report) if run.manifest is not None else None)
-        inside.append(Section("How it was measured", [_provenance(report)], folded=True))
-        blocks.append(Section(f"Evaluation of {report.model.name}", inside, folded=True))
-    if run.manifest is not None:
-        steps = [(step.created, records.done(step), step.proven) for step in run.manifest.steps]
-        chain = Table(("written", "step", "proof"), steps, names=3)
-        blocks.append(Section("Provenance", [chain, _facts(run.manifest)], folded=True))
-    return blocks
+        inside = evaluated(report, run.base_name(report))
+        inside.append(Section("How it was measured", [_provenance(report)]))
+        blocks.append(Section(f"Evaluation of {report.model.name}", inside))
+    steps = [(step.created, records.done(step), step.proven) for step in manifest.steps]
+    chain = Table(("written", "step", "proof"), steps, names=3)
+    return [*blocks, Section("Provenance", [chain, _facts(manifest)])]
 
 
 def tiles(run: ReportedRun) -> list[Tile]:
     """Return the headline numbers of a run."""
     shown = [*_size_tiles(run), *_measured_tiles(run)]
-    manifest, drawn = run.manifest, run.head_map
-    if manifest is not None:
-        detail = "every tensor compared, no outputs"
-        if (proof := manifest.proof) is not None:
-            detail = f"differs by {proof.gated_vs_reloaded:.1e}, allowed {proof.tolerance:.0e}"
-        shown.append(Tile("proof", "passed", detail, "good"))
-        native = manifest.shape is Shape.NATIVE
-        how = (
-            "a plain config; no other code"
-            if native
-            else "with remote code, or headprune installed"
-        )
-        shown.append(Tile("loads", "anywhere" if native else "by runtime", how))
-    elif drawn is not None and drawn.only_scored:
-        shown.append(Tile("query heads", f"{drawn.counts[1]:,}", "scored"))
-    elif run.histories:
-        first = run.histories[0]
-        shown.append(Tile("steps", f"{first.steps:,}", f"last loss {first.points[-1].loss:.4g}"))
+    detail = "every tensor compared, no outputs"
+    if (proof := run.manifest.proof) is not None:
+        detail = f"differs by {proof.gated_vs_reloaded:.1e}, allowed {proof.tolerance:.0e}"
+    shown.append(Tile("proof", "passed", detail, "good"))
+    native = run.manifest.shape is Shape.NATIVE
+    how = "a plain config; no other code" if native else "with remote code, or headprune installed"
+    shown.append(Tile("loads", "anywhere" if native else "by runtime", how))
     for check in run.checks:
         held = sum(one.verdict.value == "passed" for one in check.limits)
         detail = f"{held} of {plural(len(check.limits), 'limit')} hold"
@@ -213,12 +157,7 @@ def _size_rows(run: ReportedRun) -> list[tuple[str, int, int]]:
             cache = before.kv_cache_bytes, after.kv_cache_bytes
             rows.append((f"KV bytes {at_context(after.kv_cache_tokens)}", *cache))
         return rows
-    if run.manifest is not None:
-        return records.size_rows(run.manifest.steps)
-    if run.head_map is not None and not run.head_map.only_scored:
-        stay, heads = run.head_map.counts
-        return [("query heads", heads, stay)]
-    return []
+    return records.size_rows(run.manifest.steps)
 
 
 def _measured_tiles(run: ReportedRun) -> list[Tile]:
@@ -243,7 +182,7 @@ def comparison(runs: Sequence[ReportedRun]) -> Table:
     """Return a column per run and a row per number."""
     columns: list[dict[str, str]] = []
     for run in runs:
-        column = {"started from": run.source}
+        column = {"started from": _source(run)}
         for name, before, after in _size_rows(run):
             column[name] = f"{after:,} of {before:,} ({percent(after, before)})"
         if (report := run.evaluation) is not None:
@@ -258,12 +197,15 @@ def comparison(runs: Sequence[ReportedRun]) -> Table:
             for name, rate in speeds(report.model).items():
                 ratio = f" ({rate / theirs[name]:.2f} x)" if name in theirs else ""
                 column[name] = f"{rate:,.1f}{ratio}"
-        if run.manifest is not None:
-            column["proof"] = f"passed, {run.manifest.proven}"
+        column["proof"] = f"passed, {run.manifest.proven}"
         columns.append(column)
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
     return Table(["", *(run.name for run in runs)], rows, "Runs side by side")
+
+
+def _source(run: ReportedRun) -> str:
+    return run.manifest.steps[0].source.name
 
 
 def _data(report: Report) -> str:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from headprune.errors import CheckpointError, HeadpruneWarning
 from headprune.evaluation.report import Report
 from headprune.regression.check import CheckReport
 from headprune.render import records
 from headprune.render.blocks import Table
-from headprune.render.folders import History, Place, Result, history
+from headprune.render.folders import Place, Result
 from headprune.render.head_map import HeadMap, Layer, PerHead, per_head
 from headprune.render.records import short_name
 from headprune.schemas.gates import TrainedGates
-from headprune.schemas.manifest import HISTORY, Manifest
+from headprune.schemas.manifest import Manifest
 from headprune.schemas.roles import RolesRecord
 from headprune.schemas.scores import Scores
 from headprune.tensors.units import Unit
@@ -29,15 +32,13 @@ _UNIT = {
 
 @dataclass
 class ReportedRun:
-    """A result with its parts, or a part without a result."""
+    """A result with its parts."""
 
     path: Path
-    source: str  # the model it began with
+    manifest: Manifest
     summary: str
+    head_map: HeadMap
     name: str = ""  # of its folder, made unique
-    manifest: Manifest | None = None
-    head_map: HeadMap | None = None
-    histories: Sequence[History] = ()
     evaluations: Sequence[Report] = ()  # the result's come first
     checks: Sequence[CheckReport] = ()
     role_table: Table | None = None  # how many heads had each role, and kept it
@@ -45,18 +46,12 @@ class ReportedRun:
 
     @property
     def evaluation(self) -> Report | None:
-        """The evaluation of the result; without a result, the first."""
-        id_ = self.manifest.id if self.manifest is not None else None
-        of_result = (e for e in self.evaluations if id_ is None or e.model.id == id_)
-        return next(of_result, None)
+        """The evaluation of the result."""
+        return next((e for e in self.evaluations if e.model.id == self.manifest.id), None)
 
     def is_against_original(self, report: Report) -> bool:
         """Return whether an evaluation's base is the first model of the run."""
-        if report.against is None or self.manifest is None:
-            return report.against is not None
-        base, start = report.against.id, self.manifest.steps[0].parent
-        # ids are unknown where files are not at hand
-        return base == start if base and start else base not in _lineage(self.manifest)
+        return report.against is not None and is_original(self.manifest, report.against.id)
 
     def base_name(self, report: Report) -> str:
         """Return the name of an evaluation's base."""
@@ -67,11 +62,25 @@ class ReportedRun:
 
 
 def assemble(places: Sequence[Place]) -> list[ReportedRun]:
-    """Return a run per tip, and per part that belongs to none."""
+    """Return a run per result without a successor.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
     parts = _Parts(places)
     runs = [(place.path, parts.run_of(tip, place)) for place in places for tip in place.tips]
-    for place in places:
-        runs += [(run.path, run) for run in parts.others(place)]
+    if not runs:
+        found = ", ".join(f"'{place.path}'" for place in places)
+        raise CheckpointError(
+            f"There is no result to report on in {found}: a report is on a model that headprune "
+            "wrote. Give its folder, too."
+        )
+    if others := [f"'{path}'" for path in parts.unused()]:
+        warnings.warn(
+            f"The report leaves out what belongs to none of its results: {', '.join(others)}.",
+            HeadpruneWarning,
+            stacklevel=3,
+        )
     names = [path.resolve().name for path, _ in runs]
     for paths in ([str(r.path) for _, r in runs], [str(r.path.resolve()) for _, r in runs]):
         count = Counter(names)
@@ -88,38 +97,38 @@ class _Parts:
 
     def __post_init__(self) -> None:
         self.results = {r.manifest.id: r for p in self.places for r in p.results.values()}
-        self.gates = {g.id: (path, g) for p in self.places for path, g in p.gates.items()}
+        self.gates = {g.id: g for p in self.places for g in p.gates.values()}
         self.scores = {s.id: s for p in self.places for s in p.scores.values()}
         self.evaluations = {e.id: e for p in self.places for e in p.evaluations.values()}.values()
         self.checks = {c.id: c for p in self.places for c in p.checks.values()}.values()
         self.roles = {path: r for p in self.places for path, r in p.roles.items()}
         self.tips = {tip.manifest.id for p in self.places for tip in p.tips}
 
-    def new(self, id_: str) -> bool:
-        is_new = id_ not in self.used
-        self.used.add(id_)
-        return is_new
+    def unused(self) -> list[Path]:
+        """Return the places of parts that no run shows."""
+        ids = {path: str(path) for path in self.roles}
+        for place in self.places:
+            kinds: list[Mapping[Path, Any]] = [place.gates, place.scores]
+            kinds += [place.evaluations, place.checks]
+            ids |= {path: one.id for kind in kinds for path, one in kind.items()}
+        return [path for path, id_ in ids.items() if id_ not in self.used]
 
     def run_of(self, tip: Result, place: Place) -> ReportedRun:
         manifest = tip.manifest
         chain = [self.results[s.id] for s in manifest.lineage if s.id in self.results] + [tip]
         ids = [step.evidence.id for step in manifest.steps if step.evidence is not None]
-        path, gates = next((self.gates[id_] for id_ in ids if id_ in self.gates), (None, None))
+        gates = next((self.gates[id_] for id_ in ids if id_ in self.gates), None)
         scores = self._scores(manifest, place)
-        run = ReportedRun(
-            tip.path, manifest.steps[0].source.name, records.what(manifest), manifest=manifest
-        )
+        drawn = _map_of_result(chain[0], tip, gates, scores)
+        run = ReportedRun(tip.path, manifest, records.what(manifest), drawn)
         run.evaluations = self._evaluations(manifest)
         run.checks = [check for check in self.checks if check.measured == manifest.id]
-        run.histories = [*_histories((one.path / HISTORY for one in chain), "heal")]
         self.used |= {part.id for part in (*run.evaluations, *run.checks)}
-        if gates is not None and path is not None:
+        if gates is not None:
             run.summary += f" {_gates_summary(gates)}"
-            run.histories = [*_histories([path / "history.jsonl"], "gates"), *run.histories]
             self.used.add(gates.id)
         if scores is not None:
             self.used.add(scores.id)
-        run.head_map = _map_of_result(chain[0], tip, gates, scores)
         self._add_roles(run)
         return run
 
@@ -134,20 +143,19 @@ class _Parts:
 
     def _evaluations(self, manifest: Manifest) -> list[Report]:
         """Those of a result, and then those of the models it was made of."""
-        probe, lineage = ReportedRun(Path(), "", "", manifest=manifest), _lineage(manifest)
         of_result = [e for e in self.evaluations if e.model.id == manifest.id]
 
         def rank(e: Report) -> tuple[bool, bool, str]:
-            return e.against is not None, probe.is_against_original(e), e.provenance.created
+            original = e.against is not None and is_original(manifest, e.against.id)
+            return e.against is not None, original, e.provenance.created
 
-        ids = {manifest.steps[0].parent, *lineage} - self.tips - {None}
+        ids = {manifest.steps[0].parent, *_lineage(manifest)} - self.tips - {None}
         return [
             *sorted(of_result, key=rank, reverse=True),
             *(e for e in self.evaluations if e.model.id in ids),
         ]
 
     def _add_roles(self, run: ReportedRun) -> None:
-        assert run.manifest is not None
         source, left = run.manifest.steps[0].source.fingerprint, run.manifest.layout
 
         def is_of_cut(record: RolesRecord) -> bool:
@@ -165,62 +173,23 @@ class _Parts:
             heads = {(m.path, head.head) for m in original[1].modules for head in m.heads}
             kept = {(p, h) for p, h in heads if p not in left or h in left[p].query_heads}
             run.roles, run.role_table = original[1], records.roles(original[1], kept)
-        if run.head_map is not None and (record := original or cut) is not None:
+        if (record := original or cut) is not None:
             by_head = {(m.path, h.head): h for m in record[1].modules for h in m.heads}
             run.head_map.tell("role", {key: head.role or "none" for key, head in by_head.items()})
             effects = {k: h.effect.zero.nats for k, h in by_head.items() if h.effect is not None}
             rises = {key: f"{nats:+.3f}" for key, nats in effects.items()}
             run.head_map.tell("loss without it, nats", rises)
 
-    def others(self, place: Place) -> Iterator[ReportedRun]:
-        """Yield runs of parts without a result."""
-        for path, gates in place.gates.items():
-            if self.new(gates.id):
-                yield ReportedRun(
-                    path,
-                    gates.metadata.model.name,
-                    _gates_summary(gates),
-                    head_map=_map_of_gates(gates),
-                    histories=[*_histories([path / "history.jsonl"], "gates")],
-                )
-        for path, scores in place.scores.items():
-            if self.new(scores.id):
-                name, criteria = scores.metadata.model.name, ", ".join(scores.metadata.criteria)
-                summary = f"Heads of {name} scored by {criteria}."
-                yield ReportedRun(path, name, summary, head_map=_map_of_scores(scores))
-        for path, record in place.roles.items():
-            if self.new(str(path)):
-                against = f" against {record.against.name}" if record.against is not None else ""
-                text = f"Roles of the heads of {record.model.name}{against}, on "
-                text += f"{short_name(record.data.source)}."
-                yield ReportedRun(path, record.model.name, text, roles=record)
-        for path, report in place.evaluations.items():
-            if self.new(report.id):
-                base = report.against.name if report.against is not None else None
-                against = f" against {base}" if base else ""
-                data = short_name(str(report.provenance.data.get("source", "")))
-                text = f"{report.model.name} measured{against} on {data}."
-                text += _unknown(report.model.id)
-                yield ReportedRun(path, base or report.model.name, text, evaluations=[report])
-        for path, check in place.checks.items():
-            if self.new(check.id):
-                text = f"{check.model} held to {len(check.limits)} limits."
-                text += _unknown(check.measured)
-                yield ReportedRun(path, check.model, text, checks=[check])
+
+def is_original(manifest: Manifest, base: str | None) -> bool:
+    """Return whether the base of an evaluation is the first model of a chain."""
+    start = manifest.steps[0].parent
+    # ids are unknown where files are not at hand
+    return base == start if base and start else base not in _lineage(manifest)
 
 
 def _lineage(manifest: Manifest) -> set[str]:
     return {step.id for step in manifest.lineage}
-
-
-def _histories(paths: Iterable[Path], kind: str) -> Iterator[History]:
-    for path in paths:
-        if path.is_file() and (read := history(path, kind)) is not None:
-            yield read
-
-
-def _unknown(measured: str | None) -> str:
-    return "" if measured else " The result is unknown: its files were not at hand."
 
 
 def _gates_summary(gates: TrainedGates) -> str:
@@ -265,15 +234,6 @@ def _even(query_heads: int, kv_heads: int) -> tuple[int, ...]:
     return (group,) * kv_heads if group * kv_heads == query_heads else ()
 
 
-def _map_of_gates(gates: TrainedGates) -> HeadMap:
-    drawn = HeadMap(_layers(gates))
-    kept = per_head(drawn.layers, gates.metadata.unit, gates.kept.tolist())
-    drawn.keep({head for head, stays in kept.items() if stays})
-    drawn.tell_kv_heads({})
-    _show_gates(drawn, gates)
-    return drawn
-
-
 def _layers(evidence: TrainedGates | Scores) -> list[Layer]:
     about = evidence.metadata
     rows = zip(about.modules, about.heads, about.group_sizes, strict=True)
@@ -290,13 +250,6 @@ def _show_gates(drawn: HeadMap, gates: TrainedGates) -> None:
     drawn.show("probability that the gate is open", chances)
     drawn.tell("gate open with probability", chances)
     drawn.tell("gate factor", of(gates.value.tolist()))
-
-
-def _map_of_scores(scores: Scores) -> HeadMap:
-    drawn = HeadMap(_layers(scores))
-    drawn.tell_kv_heads({})
-    _show_scores(drawn, scores)
-    return drawn
 
 
 def _show_scores(drawn: HeadMap, scores: Scores) -> None:

@@ -282,21 +282,6 @@ def _heads_by_role(heads: Sequence[HeadRoles], effects: bool = False) -> str:
     return "; ".join(f"{name}: {', '.join(heads)}" for name, heads in by_role.items()) or "-"
 
 
-def scores_table(record: RolesRecord) -> tuple[tuple[str, ...], Rows]:
-    """Return columns and rows: heads by role."""
-
-    def cell(head: HeadRoles, name: str) -> str:
-        score = head.scores.get(name)
-        return "-" if score is None else f"{score.score:.2f}{'*' if score.state == 'over' else ''}"
-
-    rows = [
-        (f"{label}.{head.head}", *(cell(head, name) for name in record.roles))
-        for label, module in zip(_labels(record), record.modules, strict=True)
-        for head in module.heads
-    ]
-    return ("head", *record.roles), tuple(rows)
-
-
 def _cut(modules: Sequence[ModuleRoles], record: RolesRecord) -> list[list[int]]:
     """Return missing heads of the original, or else gaps below the largest id."""
     before = {m.path: [head.head for head in m.heads] for m in record.original}

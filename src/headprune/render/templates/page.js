@@ -4,7 +4,7 @@ for (const figure of document.querySelectorAll(".map")) {
   const svg = figure.querySelector(".heads");
   const cells = [...svg.querySelectorAll("rect")];
   const told = figure.querySelector(".told");
-  const states = { k: "stays", r: "removed", e: "gone before this run", s: "scored" };
+  const states = { k: "stays", r: "removed", e: "gone before this run" };
   const rows = data.paths.map((_, y) => data.cells.flatMap((cell, i) => (cell[0] === y ? [i] : [])));
   let now = -1;
 
