@@ -30,7 +30,7 @@ def build(kind: type[Kind], call: Mapping[str, Any] | None = None, /, **values: 
 
     Args:
         kind: Their class.
-        call: Values of a command, such as its ``locals()``: those that the class has are taken.
+        call: Values of a command, such as its ``locals()``; the fields of the class are taken.
         values: Others, which win.
 
     Raises:

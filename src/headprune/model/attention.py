@@ -76,7 +76,7 @@ def attention_of(model: PreTrainedModel) -> list[Attention]:
 
 
 def _geometry(model: PreTrainedModel, attentions: Sequence[Attention]) -> list[object]:
-    """Return what a cut changes: modules, shapes, head counts and ids."""
+    """Return modules, shapes, head counts and ids, which a cut changes."""
     present = dict(model.named_modules())
     geometry: list[object] = [copy.deepcopy(getattr(model.config, "headprune", None))]
     for attention in attentions:
