@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -10,7 +11,9 @@ from transformers import PreTrainedModel
 import headprune
 from headprune.model import probes
 from headprune.model.attention import attention_of, identity
+from headprune.model.open import open_model
 from headprune.model.units import default_unit
+from headprune.planning.choose import ChosenCuts, CutRequest, choose, refuse_request
 from headprune.result import equivalence
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import Cut, cut_heads
@@ -86,3 +89,10 @@ def expecting(
 ) -> equivalence.Expectation:
     """What a proof compares with, from outputs."""
     return equivalence.Expectation({}, wanted, control, equivalence.Rounding(rounding), dtype)
+
+
+def chosen(folder: Path, scores: Path, **budget: Any) -> ChosenCuts:
+    """The cut by scores, as prune chooses it."""
+    request = CutRequest(scores=scores, **budget)
+    refuse_request(request)
+    return choose(open_model(folder), request)

@@ -18,7 +18,7 @@ from selenium.webdriver.common.keys import Keys
 import headprune
 from headprune.errors import FamilyError, HeadpruneError
 from headprune.model.attention import attention_of, layer_names
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.render.attention import AttentionPicture
 from headprune.result.prune import prune
 from headprune.role.sentence import MOST_TOKENS, read_sentence

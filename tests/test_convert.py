@@ -34,7 +34,7 @@ from headprune.family import FAMILIES
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads, write_heads
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result import convert_gqa as conversion
 from headprune.result import equivalence
 from headprune.result.convert_gqa import Converted, convert_gqa

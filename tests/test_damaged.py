@@ -23,7 +23,7 @@ from headprune.model.loading import load_config, load_tokenizer
 from headprune.model.open import open_model
 from headprune.model.reading import damage_is
 from headprune.model.skeleton import without_weights
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result import equivalence
 from headprune.result.preview import preview
 from headprune.result.prune import prune

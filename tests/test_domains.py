@@ -16,7 +16,7 @@ from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import Samples, label, parted, within
 from headprune.evaluation.report import Report
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.pytest_plugin import _assert_no_regression
 from headprune.regression.check import check, update_baseline
 from headprune.result.card import quality_section

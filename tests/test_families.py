@@ -28,7 +28,7 @@ from headprune.model.attention import (
     of_kinds,
 )
 from headprune.model.loading import task_of
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result import equivalence
 from headprune.result.prune import prune
 from headprune.schemas.plan import AttentionPlan, Plan

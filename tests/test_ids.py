@@ -29,7 +29,7 @@ from headprune.evaluation.report import Report
 from headprune.evidence.score import score
 from headprune.gates.train_gates import train_gates
 from headprune.model.stored import id_of_model
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.regression.check import CheckReport, check
 from headprune.render.report import report
 from headprune.render.runs import ReportedRun

@@ -23,7 +23,7 @@ from headprune.evaluation.evaluate import evaluate
 from headprune.evidence.score import score
 from headprune.gates.train_gates import train_gates
 from headprune.io.markup import inert, json_safe, printable, sentence, xml_safe
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.render.report import report
 from headprune.result.card import rewrite_card

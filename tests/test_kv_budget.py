@@ -18,7 +18,7 @@ import headprune
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads, write_heads
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.planning.kv_heads import Way, choose
 from headprune.result.convert_gqa import Converted, KvPreview
 from headprune.result.prune import prune

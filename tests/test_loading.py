@@ -18,7 +18,7 @@ import headprune
 from headprune.errors import CheckpointError
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result.prune import prune
 from headprune.surgery.cut import resolve
 from tests import load_routes, tiny

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headprune.context import Context
 from headprune.model import loading
 from headprune.model.stored import StoredDtypes
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result.prune import prune
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit

@@ -23,7 +23,7 @@ from headprune.config import (
 from headprune.evidence.score import score, scores_on
 from headprune.model import loading, stored
 from headprune.model.open import Model, open_model
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result import write as writing
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune

@@ -41,7 +41,7 @@ from headprune.model.inspection import inspect
 from headprune.model.open import open_model
 from headprune.model.precision import refuse_missing_dtype, widened
 from headprune.model.stored import StoredDtypes, stored_dtypes, stored_tensors
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.regression.check import check
 from headprune.result import equivalence
 from headprune.result import prune as pruning

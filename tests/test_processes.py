@@ -30,7 +30,7 @@ from headprune.config import (
 from headprune.distillation.heal import heal
 from headprune.errors import HeadpruneError
 from headprune.gates.train_gates import train_gates
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune
 from headprune.result.verify import verify

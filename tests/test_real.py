@@ -28,7 +28,7 @@ from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of
 from headprune.model.loading import from_pretrained, load_tokenizer
 from headprune.model.units import default_unit, head_budget, unit_sizes
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.planning.from_scores import even_units, plan_from_scores
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune

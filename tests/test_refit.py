@@ -21,7 +21,7 @@ from headprune.errors import DataError, PlanError
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch
 from headprune.model.heads import project_output, read_heads, read_output, write_heads
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result.prune import prune
 from headprune.result.refitting import judged_refit
 from headprune.runtime.modeling_headprune import Attention

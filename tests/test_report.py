@@ -29,7 +29,7 @@ from headprune.errors import CheckpointError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import Report
 from headprune.gates.train_gates import train_gates
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.regression.check import check
 from headprune.render.charts import quality_charts
 from headprune.render.report import comparison, report

@@ -16,7 +16,7 @@ from headprune.config import DataConfig, RolesConfig
 from headprune.errors import CheckpointError, HeadpruneWarning
 from headprune.io.figures import MUTED, SERIES
 from headprune.model.attention import attention_of, identity
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.render.report import report
 from headprune.result.prune import prune
 from headprune.role import ROLES

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from headprune.config import DataConfig, PlanConfig, ScoreConfig
+from headprune.config import DataConfig, ScoreConfig
 from headprune.evidence.score import score
-from headprune.planning.from_evidence import CutRequest
-from headprune.planning.plan import Planned, plan
+from headprune.planning.choose import ChosenCuts, CutRequest
 from headprune.render.report import report
 from headprune.result.card import rewrite_card, roles_section
 from headprune.result.prune import prune
@@ -18,6 +17,7 @@ from headprune.role.measure import roles
 from headprune.schemas.roles import read_roles
 from headprune.tensors.units import Unit
 from tests import tiny
+from tests.cutting import chosen
 from tests.test_cli import run
 from tests.test_roles import SMALL, measured, whole
 
@@ -34,12 +34,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def planned(place: Path, *held: str, **budget: object) -> Planned:
-    config = PlanConfig(roles=str(place / "roles"), keep_roles=held, **budget)
-    return plan(place / "model", place / "scores", config)
+def planned(place: Path, *held: str, **budget: object) -> ChosenCuts:
+    of_roles = {"roles": place / "roles", "keep_roles": held}
+    return chosen(place / "model", place / "scores", **of_roles, **budget)
 
 
-def kept(made: Planned) -> list[tuple[int, ...]]:
+def kept(made: ChosenCuts) -> list[tuple[int, ...]]:
     return [made.plan.attentions[path].keep for path in (FIRST, SECOND)]
 
 
@@ -52,7 +52,7 @@ def test_heads_of_a_role_stay_whatever_their_scores(place: Path) -> None:
     assert set(held.roles_lost or ()) == {"previous-token", "positional"}
     assert planned(place, "induction", keep=2).roles_lost == LOST[:2]
     assert planned(place, keep=8).roles_lost == ()
-    assert plan(place / "model", place / "scores", PlanConfig(keep=2)).roles_lost is None
+    assert chosen(place / "model", place / "scores", keep=2).roles_lost is None
 
 
 def test_they_stay_under_every_budget(place: Path) -> None:

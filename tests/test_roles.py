@@ -23,7 +23,7 @@ from headprune.model.gating import fixed, gated
 from headprune.model.heads import read_output, write_output
 from headprune.model.loading import task_of
 from headprune.model.passes import run_model
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.render.roles import roles as show
 from headprune.result.prune import prune
 from headprune.role import ROLES

@@ -36,7 +36,7 @@ from headprune.gates.train_gates import train_gates
 from headprune.model import placement
 from headprune.model.open import open_model
 from headprune.model.placement import refuse_to_shard
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune
 from headprune.result.verify import verify

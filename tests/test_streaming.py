@@ -30,7 +30,7 @@ from headprune.model.loading import uneven_heads_are_known
 from headprune.model.open import Model, open_model
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import stored_tensors
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result import write as streamed
 from headprune.result.preview import Preview, preview
 from headprune.result.prune import migrate, prune

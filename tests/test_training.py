@@ -41,7 +41,7 @@ from headprune.model.losses import (
     recompute_activations,
     relative_error,
 )
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result.preview import preview
 from headprune.result.prune import prune
 from headprune.runtime.modeling_headprune import input_dim

@@ -19,7 +19,7 @@ from headprune.context import Context, MadeBy
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.model import probes
 from headprune.model.attention import attention_of
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result import equivalence
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import migrate, prune

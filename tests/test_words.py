@@ -24,7 +24,7 @@ from headprune.errors import CheckpointError, DataError, PlanError
 from headprune.io import hub
 from headprune.model.attention import attention_of
 from headprune.model.loading import load_config
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.render import records
 from headprune.render import terminal as shown
 from headprune.result.prune import prune

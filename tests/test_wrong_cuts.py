@@ -16,7 +16,7 @@ from headprune.config import ProofOption, Writing
 from headprune.errors import ProofError
 from headprune.model import probes
 from headprune.model.attention import attention_of
-from headprune.planning.from_evidence import CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.result import equivalence
 from headprune.result import write as streamed
 from headprune.result.prune import prune

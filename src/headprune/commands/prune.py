@@ -16,9 +16,6 @@ from headprune.config import (
     CalibrationConfig,
     DataConfig,
     Dtype,
-    LayoutOption,
-    PlanConfig,
-    Target,
     Writing,
     build,
 )
@@ -41,38 +38,34 @@ from headprune.schemas.plan import Plan
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headprune.planning.plan import Planned
     from headprune.result.preview import Preview
     from headprune.result.write import Pruned
 
 NO_REFIT = "none"
 _BUDGETS = ("max_params", "max_kv_bytes", "keep_roles")
-_OF_PLANNING = (
+_OF_CHOICE = (
     *("model", "output", "scores", "criterion", "keep", "roles", *_BUDGETS),
     *("dry_run", "save_plan", "overwrite"),
 )
 
 
-def _show(console: Console, result: Pruned | Preview | Planned, values: Mapping[str, Any]) -> None:
-    from headprune.planning.plan import Planned
+def _show(console: Console, result: Pruned | Preview, values: Mapping[str, Any]) -> None:
     from headprune.render import next_commands, results
     from headprune.result.preview import Preview
 
-    if isinstance(result, Planned):
+    given = COMMANDS["prune"].again(values, but=_OF_CHOICE)
+    if isinstance(result, Preview):
         saved, following = values["save_plan"], ""
-        if saved is not None:
-            given = COMMANDS["prune"].again(values, but=_OF_PLANNING)
-            following = next_commands.after_plan(result, saved, str(values["model"]), given)
-        results.planned(console, result, saved, following)
-    elif isinstance(result, Preview):
-        results.preview(console, result)
+        if saved is not None and result.scored is not None:
+            model = str(values["model"])
+            following = next_commands.after_plan(result.scored, Path(saved), model, given)
+        results.preview(console, result, saved, following)
     else:
         results.pruned(console, result, COMMANDS["prune"].again(values, ACCESS))
 
 
-def _warnings(result: Pruned | Preview | Planned) -> Iterable[str]:
-    warnings: Iterable[str] = getattr(result, "warnings", ())
-    return warnings
+def _warnings(result: Pruned | Preview) -> Iterable[str]:
+    return result.warnings
 
 
 @command(
@@ -139,44 +132,20 @@ def prune(
     placement: o.Placement = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
     context: Context = Context(),
-) -> Pruned | Preview | Planned:
+) -> Pruned | Preview:
     """Remove heads from the weights, verify the result against the gated model, and write it."""
     if output is None and not dry_run:
         raise HeadpruneError("prune needs OUTPUT, the folder to write (or --dry-run).")
-    from headprune.planning.from_evidence import CutRequest, refuse_several
-    from headprune.planning.plan import plan as planned_by
+    from headprune.planning.choose import CutRequest
     from headprune.result.preview import preview
     from headprune.result.prune import prune
 
-    shape, engines = LayoutOption(layout), [Target(each) for each in targets]
     gates, scores, roles = (_path(each) for each in (gates, scores, roles))
     plan = Path(plan) if isinstance(plan, str) else plan
     output, save_plan = _path(output), _path(save_plan)
-    request = CutRequest(gates, plan, scores, criterion, keep, shape, engines)
-    refuse_several(request)
-    planned = None
-    limited = max_params is not None or max_kv_bytes is not None
-    if scores and (limited or keep_roles or save_plan):
-        budget = build(
-            PlanConfig,
-            criterion=criterion,
-            keep=keep,
-            max_params=max_params,
-            max_kv_bytes=max_kv_bytes,
-            roles=roles,
-            keep_roles=keep_roles,
-            targets=targets,
-            out_dtype=out_dtype,
-        )
-        planned = planned_by(model, scores, budget, save_plan, overwrite, context, shape)
-        request = replace(request, plan=planned.plan, scores=None, evidence=planned.evidence)
+    request = build(CutRequest, locals())
     if dry_run or output is None:
-        if planned is not None:
-            return planned
-        shown = preview(model, request, Dtype(dtype), roles, context.allowed)
-        if save_plan is not None:
-            _save(shown.plan, save_plan, overwrite, model)
-        return shown
+        return preview(model, request, Dtype(dtype), save_plan, overwrite, context)
     text, calibration = _refit(refit, text_column, scores, criterion, keep, context)
     sample = {"text_column": text_column, "calibration_tokens": calibration_tokens}
     sample |= {"seq_len": seq_len, "batch_size": batch_size != 4, "seed": seed}
@@ -186,19 +155,11 @@ def prune(
         )
     calibration = build(
         CalibrationConfig,
+        locals(),
         calibration_tokens=calibration_tokens or calibration.calibration_tokens,
         seq_len=seq_len or calibration.seq_len,
-        batch_size=batch_size,
-        dtype=dtype,
-        seed=seed,
     )
-    writing = build(
-        Writing,
-        overwrite=overwrite,
-        out_dtype=out_dtype,
-        proof=proof,
-        max_shard_size=max_shard_size,
-    )
+    writing = build(Writing, locals())
     if context.made_by is not None and text is not None:
         used = {"refit": text.source, "calibration_tokens": calibration.calibration_tokens}
         options = {**context.made_by.options, **used, "seq_len": calibration.seq_len}
@@ -208,14 +169,6 @@ def prune(
 
 def _path(place: Path | str | None) -> Path | None:
     return None if place is None else Path(place)
-
-
-def _save(plan: Plan, file: Path, overwrite: bool, model: str | Path) -> None:
-    from headprune.io.outputs import claimed_file
-    from headprune.io.ownership import PLAN
-
-    with claimed_file(file, PLAN, overwrite, [model]):
-        plan.write(file)
 
 
 def _refit(

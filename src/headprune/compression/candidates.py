@@ -16,7 +16,6 @@ from headprune.config import (
     ConvertConfig,
     DataConfig,
     LayoutOption,
-    PlanConfig,
     ScoreConfig,
     Writing,
 )
@@ -24,8 +23,7 @@ from headprune.context import Context
 from headprune.errors import DataError, PlanError, ProofError
 from headprune.evidence.score import scores_on
 from headprune.model.open import Model
-from headprune.planning.from_evidence import CutRequest
-from headprune.planning.plan import make_plan
+from headprune.planning.choose import CutRequest, choose
 from headprune.result.convert_gqa import merged_of
 from headprune.result.prune import propose_removal
 from headprune.result.write import Proposal
@@ -132,11 +130,11 @@ class RemoveHeads:
         """Plan and refit."""
         scores = job.scores(self.unit, self.criterion)
         context.stage("planning")
-        config = job.goal.budget.part(PlanConfig, criterion=self.criterion)
-        planned = _filled(lambda empty: make_plan(job.model, scores, config, empty_layers=empty))
+        request = job.goal.budget.part(CutRequest, criterion=self.criterion, scores=scores)
+        chosen = _filled(lambda empty: choose(job.model, request, empty_layers=empty))
         return propose_removal(
             job.model,
-            CutRequest(plan=planned.plan, evidence=planned.evidence),
+            chosen,
             job.text if self.refit else None,
             job.config.part(CalibrationConfig),
             Writing(out_dtype=job.config.out_dtype),

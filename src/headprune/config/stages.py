@@ -116,7 +116,7 @@ class ScoreConfig(CalibrationConfig):
 
 
 class PlanConfig(Settings):
-    """Budget of a plan: at least one of ``keep`` and the two limits.
+    """Budget and layout of a plan.
 
     ``out_dtype`` is the result's, which its KV cache has; ``criterion`` is that of several scores.
     """
@@ -126,17 +126,10 @@ class PlanConfig(Settings):
     max_params: Count | None = None
     max_kv_bytes: Amount | None = None
     keep_roles: Names = ()
-    roles: Place | None = None
+    roles: Path | None = None
     out_dtype: Dtype = Dtype.AUTO
     criterion: str | None = None
-
-    @model_validator(mode="after")
-    def _some_goal(self) -> PlanConfig:
-        if all(goal is None for goal in (self.keep, self.max_params, self.max_kv_bytes)):
-            raise ValueError("give what may stay: --keep, --max-params or --max-kv-bytes")
-        if self.keep_roles and self.roles is None:
-            raise ValueError("--keep-roles has no effect without --roles: give both")
-        return self
+    layout: LayoutOption = LayoutOption.PER_LAYER
 
 
 class ConvertConfig(Settings):

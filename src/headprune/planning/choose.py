@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict
+from pydantic import InstanceOf
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import DataConfig, LayoutOption, Method, PlanConfig
+from headprune.config import DataConfig, Method, PlanConfig
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
 from headprune.model.attention import attention_of
@@ -51,11 +51,9 @@ class CutRequest(PlanConfig):
         plan: A plan, or the path of a plan file.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
     gates: Path | None = None
-    scores: Path | Scores | None = None
-    plan: Path | Plan | None = None
+    scores: Path | InstanceOf[Scores] | None = None
+    plan: Path | InstanceOf[Plan] | None = None
 
 
 @dataclass(frozen=True)

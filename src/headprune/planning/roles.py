@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from headprune.config import PlanConfig
 from headprune.errors import PlanError
@@ -22,7 +21,7 @@ def asked_roles(budget: PlanConfig, model: ModelIdentity | None = None) -> Roles
     """
     if budget.roles is None:
         return None
-    record = read_roles(Path(budget.roles), model)
+    record = read_roles(budget.roles, model)
     for name in budget.keep_roles:
         if name not in record.roles:
             raise PlanError(

@@ -12,7 +12,6 @@ from headprune.io.writing import beside
 
 if TYPE_CHECKING:
     from headprune.gates.train_gates import GatesRun
-    from headprune.planning.plan import Planned
     from headprune.result.write import Pruned
     from headprune.schemas.scores import Scores, ScoresMetadata
 
@@ -49,9 +48,9 @@ def after_scores(scores: Scores, output: Path, model: str, given: Given) -> str:
     return _line("prune", [model, _free(output)], options, given, settings)
 
 
-def after_plan(planned: Planned, output: Path, model: str, given: Given) -> str:
+def after_plan(scored: ScoresMetadata, output: Path, model: str, given: Given) -> str:
     """Return the cut of a plan from scores."""
-    refit, settings = _as_scored(planned.scores)
+    refit, settings = _as_scored(scored)
     if "refit" in given[0]:
         settings = {name: value for name, value in settings.items() if name == "dtype"}
     options = {"plan": output, **refit}

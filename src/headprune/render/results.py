@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from headprune.formats.export import Exported
     from headprune.gates.train_gates import GatesRun
     from headprune.planning.kv_heads import KvPlan
-    from headprune.planning.plan import Planned
     from headprune.result.convert_gqa import Converted, KvPreview
     from headprune.result.preview import Preview, ShapeCost
     from headprune.result.verify import Verification
@@ -55,8 +54,8 @@ def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
     show(console, [*page, Code(next_command, title="Next")])
 
 
-def preview(console: Console, preview: Preview) -> None:
-    """Print a plan and its sizes."""
+def preview(console: Console, preview: Preview, saved: Path | None, following: str) -> None:
+    """Print a plan, its sizes and its use of budgets, its file and the next command."""
     counts = [
         ("query heads", preview.plan.query_heads, preview.plan.kept_heads),
         ("KV heads", *preview.kv_heads),
@@ -66,11 +65,19 @@ def preview(console: Console, preview: Preview) -> None:
     page: list[Block] = [
         records.heads(preview.plan),
         before_after(counts),
+        *_spent(preview.spent),
         *roles_lost(preview.roles_lost),
         *_costs(preview.shapes),
-        Paragraph(f"{records.stored(preview.shape, uneven)} {_DRY}"),
+        Paragraph(f"{records.stored(preview.shape, uneven)} {_DRY if saved is None else ''}"),
     ]
+    page += [Paragraph(f"Written to {saved}.")] if saved is not None else []
+    page += [Code(following, title="Next")] if following else []
     show(console, page)
+
+
+def _spent(spent: Mapping[str, tuple[float, float]]) -> list[Block]:
+    rows = [(name, f"{most:,.6g}", f"{total:,.6g}") for name, (most, total) in spent.items()]
+    return [Table(("budget", "at most", "plan"), rows)] if rows else []
 
 
 def roles_lost(lost: Sequence[str] | None) -> list[Block]:
@@ -249,24 +256,6 @@ def heat_maps(console: Console, scores: Scores) -> None:
         columns = ("attention module", scores.metadata.unit.value)
         page.append(Table(columns, rows, title, names=2, modules=True))
     show(console, [*page, Paragraph(f"{SHADES[0]} would go first, {SHADES[-1]} last")])
-
-
-def planned(console: Console, result: Planned, output: Path | None, next_command: str) -> None:
-    """Print a plan, its use of budgets and the next command."""
-    plan = result.plan
-    kept, heads = plan.kept_heads, plan.query_heads
-    words = f"{kept} of {heads} query heads stay ({percent(kept, heads)}), by {result.criterion}."
-    page: list[Block] = [records.heads(plan), Paragraph(words)]
-    if result.spent:
-        rows = [
-            (name, f"{most:,.6g}", f"{spent:,.6g}") for name, (most, spent) in result.spent.items()
-        ]
-        page.append(Table(("budget", "at most", "plan"), rows))
-    page += roles_lost(result.roles_lost)
-    page += [Paragraph(note, "note") for note in result.notes]
-    if output is not None:
-        page += [Paragraph(f"Written to {output}."), Code(next_command, title="Next")]
-    show(console, page)
 
 
 def _by_module(scores: Scores, values: torch.Tensor) -> Sequence[tuple[str, list[float]]]:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from headprune.config import Dtype, LayoutOption
-from headprune.context import Allowed
+from headprune.context import Context
 from headprune.errors import PlanError
-from headprune.model.cost import kv_heads_of
-from headprune.model.open import open_model
+from headprune.io.outputs import claims_output
+from headprune.io.ownership import PLAN
+from headprune.model.open import Model, open_model
 from headprune.model.units import fitted_gates, fitted_scores, unit_sizes
-from headprune.planning.from_evidence import ChosenCuts, CutRequest, cuts_by, refuse_request
-from headprune.planning.roles import roles_lost
+from headprune.planning.choose import ChosenCuts, CutRequest, choose, refuse_request
+from headprune.result.write import counts
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.plan import ModelIdentity, Plan, Shape
-from headprune.schemas.roles import read_roles
-from headprune.schemas.scores import read_scores
+from headprune.schemas.plan import Plan, Shape
+from headprune.schemas.scores import ScoresMetadata, read_scores
 from headprune.surgery.cut import cut_heads, result_shape
 from headprune.tensors.units import Unit, members
 
@@ -58,6 +57,8 @@ class Preview:
         kv_heads: KV heads before and after.
         shapes: With gates or scores: the evidence that the plan keeps, and that an even cut
             would keep.
+        spent: Per budget: the limit, and the plan's sum.
+        scored: Metadata of the scores, if it is by scores.
         roles_lost: Roles that lose their last head; None without a record of roles.
         warnings: Purpose and cost of zero heads, a sentence each.
     """
@@ -67,6 +68,8 @@ class Preview:
     parameters: tuple[int, int]
     kv_heads: tuple[int, int]
     shapes: tuple[ShapeCost, ...] = ()
+    spent: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    scored: ScoresMetadata | None = None
     roles_lost: tuple[str, ...] | None = None
     warnings: tuple[str, ...] = ()
 
@@ -78,34 +81,58 @@ class Preview:
             "kv_heads": list(self.kv_heads),
             "parameters": list(self.parameters),
             "shapes": [asdict(cost) for cost in self.shapes],
+            "budgets": {n: {"at_most": m, "plan": t} for n, (m, t) in self.spent.items()},
             "roles_lost": self.roles_lost,
             "warnings": list(self.warnings),
             "plan": self.plan.model_dump(mode="json"),
         }
 
 
+@claims_output("model", "request.gates", "request.plan", "request.scores", kind=PLAN)
 def preview(
     model: str | Path,
-    asked: CutRequest,
+    request: CutRequest,
     dtype: Dtype = Dtype.AUTO,
-    roles: Path | None = None,
-    allowed: Allowed = Allowed(),
+    output: Path | None = None,
+    overwrite: bool = False,
+    context: Context = Context(),
 ) -> Preview:
-    """Says what ``prune`` would do with the same arguments, and writes nothing."""
-    refuse_request(asked)
-    opened = open_model(model, dtype, allowed)
-    net, source = opened.skeleton, opened.identity
-    record = None if roles is None else read_roles(roles, source)
-    chosen = cuts_by(net, source, asked)
-    cuts = chosen.cuts
+    """Return what ``prune`` would do with the same arguments.
+
+    Args:
+        model: Folder or hub id.
+        request: The heads to remove.
+        dtype: Element type to compute in.
+        output: The plan file to write; None for none.
+        overwrite: Replace an existing file.
+        context: Progress and permissions.
+
+    Raises:
+        HeadpruneError: If the request does not fit the model.
+    """
+    refuse_request(request)
+    context.stage("reading the headers")
+    opened = open_model(model, dtype, context.allowed)
+    chosen = choose(opened, request)
+    shapes = _shapes(opened, request, chosen) if request.plan is None else ()
+    net, cuts = opened.skeleton, chosen.cuts
     stored = result_shape(cuts, net.config)
-    before = (net.num_parameters(), sum(kv_heads_of(net, cut.attention) for cut in cuts))
-    shapes = _shapes(net, source, asked, chosen) if asked.plan is None else ()
+    before = counts(net, cuts)
     cut_heads(net, cuts)
-    after = (net.num_parameters(), sum(kv_heads_of(net, cut.attention) for cut in cuts))
-    sizes = (before[0], after[0]), (before[1], after[1])
-    lost = roles_lost(record, chosen.unpadded)
-    return Preview(chosen.plan, stored, *sizes, shapes, lost, chosen.padding)
+    parameters, kv_heads = zip(before, counts(net, cuts), strict=True)
+    if output is not None:
+        chosen.unpadded.write(output)
+    return Preview(
+        plan=chosen.plan,
+        shape=stored,
+        parameters=parameters,
+        kv_heads=kv_heads,
+        shapes=shapes,
+        spent=chosen.spent,
+        scored=chosen.scored,
+        roles_lost=chosen.roles_lost,
+        warnings=chosen.padding,
+    )
 
 
 @dataclass(frozen=True)
@@ -129,27 +156,26 @@ class _Units:
         return float(self.evidence[torch.tensor(kept)].sum()) / total
 
 
-def _units(net: PreTrainedModel, source: ModelIdentity, asked: CutRequest) -> _Units:
+def _units(model: Model, asked: CutRequest) -> _Units:
     """Of gates the expected open heads, of scores the scores."""
+    net, source = model.any_net, model.identity
     if asked.gates is not None:
         trained, attentions = fitted_gates(net, source, asked.gates)
         unit = trained.metadata.unit
         sizes = torch.tensor(unit_sizes(attentions, unit))
         return _Units(attentions, unit, trained.open_probability() * sizes)
-    assert asked.scores is not None
+    assert isinstance(asked.scores, Path)
     found = read_scores(asked.scores, source)
     values = found.of(asked.criterion)[1]
     return _Units(fitted_scores(net, found), found.metadata.unit, values)
 
 
-def _shapes(
-    net: PreTrainedModel, source: ModelIdentity, asked: CutRequest, chosen: ChosenCuts
-) -> tuple[ShapeCost, ...]:
+def _shapes(model: Model, asked: CutRequest, chosen: ChosenCuts) -> tuple[ShapeCost, ...]:
     """Return the evidence that a choice keeps, and that an even one would keep."""
-    units = _units(net, source, asked)
+    units, config = _units(model, asked), model.any_net.config
 
     def cost(shape: str, cuts: ChosenCuts) -> ShapeCost:
-        plan, stored = cuts.unpadded, result_shape(cuts.cuts, net.config).value
+        plan, stored = cuts.unpadded, result_shape(cuts.cuts, config).value
         return ShapeCost(shape, plan.kept_heads, units.share(plan), stored, None)
 
     engines = ", ".join(target.value for target in asked.targets)
@@ -158,7 +184,7 @@ def _shapes(
     if asked.layout is even and not asked.targets:
         return (found,)
     try:
-        cuts = cuts_by(net, source, replace(asked, layout=even, targets=()))
+        cuts = choose(model, asked.model_copy(update={"layout": even, "targets": ()}))
         return found, cost(even.value, cuts)
     except PlanError as error:
         return found, ShapeCost(even.value, None, None, None, str(error).split(". ")[0] + ".")

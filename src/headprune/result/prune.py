@@ -13,7 +13,7 @@ from headprune.evidence.score import reckons_with_refit
 from headprune.io.outputs import claims_output
 from headprune.model.loading import has_pruned_heads
 from headprune.model.open import Model, open_model
-from headprune.planning.from_evidence import CutRequest, cuts_by, refuse_request
+from headprune.planning.choose import ChosenCuts, CutRequest, choose, refuse_request
 from headprune.planning.from_scores import plan_from_scores
 from headprune.result.refitting import JudgedRefit, judged_refit
 from headprune.result.twins import refuse_unproven
@@ -51,21 +51,23 @@ def prune(
     refuse_request(request, refit)
     context.stage("reading the headers")
     opened = open_model(model, calibration.dtype, context.allowed, calibrates=refit is not None)
-    proposal = propose_removal(opened, request, refit, calibration, writing, context)
+    refuse_unproven(opened, context, writing.proof)
+    chosen = choose(opened, request)
+    proposal = propose_removal(opened, chosen, refit, calibration, writing, context)
     pruned = write(opened, proposal.edit, output, proposal.changes, writing, context)
     return replace(pruned, warnings=(*pruned.warnings, *proposal.warnings))
 
 
 def propose_removal(
     model: Model,
-    request: CutRequest,
+    chosen: ChosenCuts,
     refit: DataConfig | None,
     calibration: CalibrationConfig,
     writing: Writing,
     context: Context,
     reports: bool = True,
 ) -> Proposal:
-    """Choose the heads to remove from an opened model, and refit W_O.
+    """Refit W_O to the heads that stay in an opened model.
 
     Arguments as for ``prune``; ``reports`` as for ``judged_refit``.
 
@@ -73,8 +75,6 @@ def propose_removal(
         HeadpruneError: If the input does not fit together.
         ProofError: If a proof of the result would show nothing.
     """
-    refuse_unproven(model, context, writing.proof)
-    chosen = cuts_by(model.any_net, model.identity, request)
     edit, judged = Edit(chosen.plan, chosen.weights), JudgedRefit(None, None)
     if (refit is not None or chosen.weights) and writing.proof is ProofOption.TENSORS:
         raise PlanError(

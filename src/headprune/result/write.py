@@ -291,7 +291,7 @@ def _cut_on_disk(model: Model, edit: Edit, stored: StoredDtypes) -> _Result:
     cuts = edit.cuts(net)
     if twin_of(net, cuts) is not None:
         raise Unmapped("The result is of another class.")
-    before = _counts(net, cuts)
+    before = counts(net, cuts)
     aliases = {id(net.get_parameter(name)): name for name in edit.tensors}
     names = {
         name: aliases[id(parameter)]
@@ -316,7 +316,7 @@ def _cut_in_memory(
     """Cut the loaded model itself; weights that stay as they are come from its files."""
     whole = {n: weakref.ref(t) for n, t in net.state_dict(keep_vars=True).items()}
     put(net, now)
-    before = _counts(net, cuts)
+    before = counts(net, cuts)
     sizes = _sizes(net, plan, cut_heads(net, cuts), before, cuts)
     twin = native_twin(net)
     if twin is not None:
@@ -357,14 +357,14 @@ def _with_tensors(result: _Result, tensors: Tensors, folded: bool) -> list[Piece
 def _sizes(
     net: PreTrainedModel, plan: Plan, shape: Shape, before: tuple[int, int], cuts: Sequence[Cut]
 ) -> _Sizes:
-    """Return the sizes of a model after a cut, whose ``_counts`` were ``before``."""
-    parameters, kv_heads = zip(before, _counts(net, cuts), strict=True)
+    """Return the sizes of a model after a cut, whose ``counts`` were ``before``."""
+    parameters, kv_heads = zip(before, counts(net, cuts), strict=True)
     layout = {cut.attention.path: Heads.model_validate(cut.heads_left()) for cut in cuts}
     query_heads = plan.query_heads, plan.kept_heads
     return _Sizes(shape, auto_class_of(net), query_heads, kv_heads, parameters, layout)
 
 
-def _counts(net: PreTrainedModel, cuts: Sequence[Cut]) -> tuple[int, int]:
+def counts(net: PreTrainedModel, cuts: Sequence[Cut]) -> tuple[int, int]:
     """Return the parameters and KV heads of a model."""
     return net.num_parameters(), sum(kv_heads_of(net, cut.attention) for cut in cuts)
 
