@@ -39,6 +39,7 @@ from headprune.config import (
 from headprune.data.passages import passages
 from headprune.data.read import read_examples
 from headprune.data.sequences import packed_sequences
+from headprune.evaluation import speed as speeds
 from headprune.evaluation.metrics import Samples, interval_of
 from headprune.evaluation.probes import last_words
 from headprune.formats import onnx, openvino
@@ -49,7 +50,6 @@ from headprune.gates.objectives import labelled
 from headprune.gates.optimizer import GateOptimizer
 from headprune.gates.sparsity import HeadTarget
 from headprune.gates.trainer import GatedModel, freeze
-from headprune.model import speed as speeds
 from headprune.model.answers import answered
 from headprune.model.attention import attention_of
 from headprune.model.cost import KVCache, model_cost

@@ -14,7 +14,7 @@ from headprune.model.attention import attention_of, identity
 from headprune.model.open import open_model
 from headprune.model.units import default_unit
 from headprune.planning.choose import ChosenCuts, CutRequest, choose, refuse_request
-from headprune.result import equivalence
+from headprune.proof import equivalence
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import Cut, cut_heads
 from headprune.tensors.units import Unit

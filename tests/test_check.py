@@ -25,8 +25,8 @@ from headprune.evaluation.comparison import Interval, bootstrap
 from headprune.evaluation.evaluate import EvaluationRun
 from headprune.evaluation.metrics import METRICS, Samples, interval_of, parted, within
 from headprune.evaluation.report import Report
+from headprune.evaluation.speed import ratios
 from headprune.evaluation.written import COUNTED
-from headprune.model.speed import ratios
 from headprune.pytest_plugin import assert_no_regression  # noqa: F401  (a fixture)
 from headprune.regression.baseline import Baseline, read_baseline
 from headprune.regression.check import CheckReport, check, update_baseline

@@ -35,8 +35,8 @@ from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads, write_heads
 from headprune.planning.choose import CutRequest
+from headprune.proof import equivalence
 from headprune.result import convert_gqa as conversion
-from headprune.result import equivalence
 from headprune.result.convert_gqa import Converted, convert_gqa
 from headprune.result.prune import prune
 from headprune.result.verify import verify

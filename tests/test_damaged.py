@@ -24,7 +24,7 @@ from headprune.model.open import open_model
 from headprune.model.reading import damage_is
 from headprune.model.skeleton import without_weights
 from headprune.planning.choose import CutRequest
-from headprune.result import equivalence
+from headprune.proof import equivalence
 from headprune.result.preview import preview
 from headprune.result.prune import prune
 from headprune.runtime import modeling_headprune

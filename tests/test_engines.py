@@ -18,7 +18,7 @@ from headprune.formats.run import LoadedGraph, run_by_engine
 from headprune.formats.source import open_source
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.skeleton import without_weights
-from headprune.result.equivalence import difference
+from headprune.proof.equivalence import difference
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import uneven_plan

@@ -31,8 +31,8 @@ from headprune.evaluation.evaluate import evaluate, run
 from headprune.evaluation.loaded import load
 from headprune.evaluation.metrics import Samples, rank_correlation, similarity_correlation
 from headprune.evaluation.report import Metric, Report
+from headprune.evaluation.speed import measure
 from headprune.model.attention import attention_of
-from headprune.model.speed import measure
 from headprune.render.blocks import Table
 from headprune.render.models import evaluated, evaluation
 from tests import tiny

@@ -29,7 +29,7 @@ from headprune.model.attention import (
 )
 from headprune.model.loading import task_of
 from headprune.planning.choose import CutRequest
-from headprune.result import equivalence
+from headprune.proof import equivalence
 from headprune.result.prune import prune
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import cut_heads, resolve

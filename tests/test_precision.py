@@ -42,8 +42,8 @@ from headprune.model.open import open_model
 from headprune.model.precision import refuse_missing_dtype, widened
 from headprune.model.stored import StoredDtypes, stored_dtypes, stored_tensors
 from headprune.planning.choose import CutRequest
+from headprune.proof import equivalence
 from headprune.regression.check import check
-from headprune.result import equivalence
 from headprune.result import prune as pruning
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune

@@ -30,7 +30,7 @@ from headprune.model.open import Model, open_model
 from headprune.model.recognition import recognised, row_of
 from headprune.model.skeleton import without_weights
 from headprune.planning.choose import CutRequest
-from headprune.result import twins
+from headprune.proof import twins
 from headprune.result.prune import prune
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import resolve

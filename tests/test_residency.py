@@ -28,8 +28,8 @@ from headprune.model.probes import probe, probe_inputs
 from headprune.model.residency import residency_of
 from headprune.model.stored import fetch_weights
 from headprune.placements import Placement, placing
-from headprune.result import equivalence
-from headprune.result.equivalence import difference
+from headprune.proof import equivalence
+from headprune.proof.equivalence import difference
 from tests import tiny
 from tests.test_verify import old_folder
 

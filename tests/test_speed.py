@@ -12,10 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
+from headprune.evaluation import speed
 from headprune.evaluation.evaluate import evaluate
-from headprune.model import placement, speed
+from headprune.evaluation.speed import measure
+from headprune.model import placement
 from headprune.model.placement import alone_on_device, together_on_device
-from headprune.model.speed import measure
 from headprune.render.models import evaluated
 from tests import tiny
 

@@ -16,7 +16,7 @@ from headprune.model import probes
 from headprune.model.attention import attention_of, fingerprint
 from headprune.model.units import default_unit, unit_sizes
 from headprune.planning.from_scores import plan_from_scores
-from headprune.result import equivalence
+from headprune.proof import equivalence
 from headprune.result import write as writing
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.surgery.cut import cut_heads, resolve, result_shape, uncut

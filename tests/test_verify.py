@@ -20,7 +20,7 @@ from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.planning.choose import CutRequest
-from headprune.result import equivalence
+from headprune.proof import equivalence
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import migrate, prune
 from headprune.result.verify import Verification, verify

@@ -17,7 +17,7 @@ from headprune.errors import ProofError
 from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.planning.choose import CutRequest
-from headprune.result import equivalence
+from headprune.proof import equivalence
 from headprune.result import write as streamed
 from headprune.result.prune import prune
 from headprune.result.verify import verify

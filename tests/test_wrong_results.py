@@ -21,7 +21,7 @@ from headprune.formats.source import ExportSource
 from headprune.io.folders import hashes_of
 from headprune.model import probes
 from headprune.model.attention import attention_of
-from headprune.result import equivalence
+from headprune.proof import equivalence
 from headprune.result import write as writing
 from headprune.result.verify import verify
 from headprune.schemas.manifest import amend_manifest, contents, read_manifest

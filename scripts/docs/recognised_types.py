@@ -26,7 +26,7 @@ from transformers.models.auto import modeling_auto
 from headprune.family import FAMILIES
 from headprune.model.attention import attention_of
 from headprune.model.skeleton import without_weights
-from headprune.result.twins import prove
+from headprune.proof.twins import prove
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "recognised.md"
 TASKS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT")

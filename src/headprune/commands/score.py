@@ -75,7 +75,7 @@ def score(
 ) -> Scores:
     """Score every head by one or more criteria, without training."""
     from headprune.evidence.score import score
-    from headprune.result.twins import refuse_unproven
+    from headprune.proof.twins import refuse_unproven
 
     config = build(ScoreConfig, locals())
     source = o.data_at(data, text_column, label_column)

@@ -85,7 +85,7 @@ def train_gates(
 ) -> GatesRun:
     """Train gates that decide which heads stay, an exact number of them."""
     from headprune.gates.train_gates import train_gates
-    from headprune.result.twins import refuse_unproven
+    from headprune.proof.twins import refuse_unproven
 
     config = build(TrainGatesConfig, locals())
     source = data_config(data, text_column, label_column, loss=Loss(loss))

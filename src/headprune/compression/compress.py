@@ -46,10 +46,10 @@ from headprune.model.loading import CLASSIFIERS, UNMEASURED, task_of
 from headprune.model.open import Model, open_model
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.constraints import constraints_of
+from headprune.proof.twins import refuse_unproven
 from headprune.registry import did_you_mean
 from headprune.result.card import write_card
 from headprune.result.folder import ModelFolder
-from headprune.result.twins import refuse_unproven
 from headprune.result.write import Proposal, Pruned, write
 from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning

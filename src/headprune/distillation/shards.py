@@ -17,7 +17,7 @@ from headprune.model.placement import refuse_to_shard
 from headprune.model.residency import sources
 from headprune.model.skeleton import Unmapped
 from headprune.model.stored import StoredDtypes
-from headprune.result import equivalence
+from headprune.proof import equivalence
 from headprune.surgery.cut import uncut
 from headprune.training import WEIGHTS
 

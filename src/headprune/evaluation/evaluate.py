@@ -51,6 +51,8 @@ from headprune.evaluation.report import (
     Report,
     Retrieval,
 )
+from headprune.evaluation.speed import Speed
+from headprune.evaluation.speed import measure as timed
 from headprune.evaluation.tagged import tag_columns
 from headprune.evaluation.tasks import task_scores
 from headprune.evaluation.written import scores, transcribe, write
@@ -61,8 +63,6 @@ from headprune.model.cost import longest_context, model_cost, stated_context
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 from headprune.model.placement import alone_on_device
 from headprune.model.residency import residency_of
-from headprune.model.speed import Speed
-from headprune.model.speed import measure as timed
 from headprune.schemas.manifest import utc_now
 from headprune.tensors.dtypes import dtype_name
 

@@ -14,10 +14,10 @@ from headprune.config import Amount
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.comparison import Interval
 from headprune.evaluation.metrics import label, spec_of
+from headprune.evaluation.speed import Speed
 from headprune.io.folders import digest_of
 from headprune.io.writing import write_whole
 from headprune.model.cost import ModelCost
-from headprune.model.speed import Speed
 from headprune.schemas.values import Digest
 
 

@@ -48,7 +48,7 @@ from headprune.model.attention import attention_of
 from headprune.model.loading import task_of
 from headprune.model.probes import probe, probe_inputs
 from headprune.planning.targets import graph_refusal
-from headprune.result.equivalence import allowed, difference
+from headprune.proof.equivalence import allowed, difference
 
 _PARTS = ("key", "value")
 _BATCH = {0: "batch_size", 1: "sequence_length"}

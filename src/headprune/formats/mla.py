@@ -42,7 +42,7 @@ from headprune.model.open import open_model
 from headprune.model.placement import alone_on_device, placed
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.stored import fetch_weights, find_file
-from headprune.result.equivalence import difference
+from headprune.proof.equivalence import difference
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.latent import (
     AttentionMoments,

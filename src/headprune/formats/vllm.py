@@ -16,8 +16,8 @@ from headprune.formats.regularise import regularise
 from headprune.formats.source import ExportSource, open_source
 from headprune.model.probes import probe, proof_inputs
 from headprune.planning.targets import vllm_refusal
-from headprune.result.equivalence import difference
-from headprune.result.left_alone import refuse_other_settings
+from headprune.proof.equivalence import difference
+from headprune.proof.left_alone import refuse_other_settings
 from headprune.runtime.modeling_headprune import REPEATING
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from headprune.config import CheckConfig
 from headprune.context import Allowed, Progress
 from headprune.errors import HeadpruneError
+from headprune.evaluation import speed
 from headprune.evaluation.evaluate import run
 from headprune.evaluation.loaded import Loaded, load
 from headprune.evaluation.metrics import is_score, parted, spec_of
 from headprune.evaluation.report import Identified, Metric
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import BASELINE
-from headprune.model import speed
 from headprune.model.cost import model_cost
 from headprune.model.residency import residency_of
 from headprune.regression.baseline import Baseline, Subject, read_baseline

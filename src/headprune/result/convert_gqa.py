@@ -24,9 +24,9 @@ from headprune.model.residency import residency_of
 from headprune.planning.constraints import Constraints, constraints_of
 from headprune.planning.kv_counts import equal_counts, stated_counts
 from headprune.planning.kv_heads import KvPlan, Way, choose
+from headprune.proof.twins import refuse_unproven
 from headprune.result.folder import ModelFolder
 from headprune.result.opened import Opened, prepare_merging, refuse_request, weighs
-from headprune.result.twins import refuse_unproven
 from headprune.result.write import Changes, Pruned, write
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import AttentionPlan, Plan

@@ -15,8 +15,8 @@ from headprune.model.loading import has_pruned_heads
 from headprune.model.open import Model, open_model
 from headprune.planning.choose import ChosenCuts, CutRequest, choose, refuse_request
 from headprune.planning.from_scores import plan_from_scores
+from headprune.proof.twins import refuse_unproven
 from headprune.result.refitting import JudgedRefit, judged_refit
-from headprune.result.twins import refuse_unproven
 from headprune.result.write import Changes, Proposal, Pruned, refuse_unprovable, write
 from headprune.schemas.records import Migration, Pruning
 from headprune.surgery.edit import Edit

@@ -32,7 +32,7 @@ from headprune.model.probes import Outputs
 from headprune.model.residency import residency_of
 from headprune.model.skeleton import below_base
 from headprune.model.stored import stored_dtypes, stored_tensors
-from headprune.result import equivalence, left_alone, tensors
+from headprune.proof import equivalence, left_alone, tensors
 from headprune.result.write import cut_again, source_folder
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.manifest import Manifest, contents, read_manifest

@@ -35,7 +35,7 @@ from headprune.model.residency import Residency, residency_of, runs_by_layers
 from headprune.model.skeleton import Names, Unmapped
 from headprune.model.stored import StoredDtypes, identifying
 from headprune.placements import ROOM, Placement, asked_placement, too_large
-from headprune.result import equivalence, left_alone, tensors
+from headprune.proof import equivalence, left_alone, tensors
 from headprune.result.card import inherit_metadata, write_card
 from headprune.result.engines import engines_of, shapes_in
 from headprune.result.folder import ModelFolder

@@ -29,7 +29,7 @@ from headprune.model.open import Model
 from headprune.model.recognition import key_of, note_outputs
 from headprune.model.skeleton import without_weights
 from headprune.model.units import default_unit
-from headprune.result import equivalence
+from headprune.proof import equivalence
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import Cut, cut_heads, resolve
 from headprune.tensors.units import members

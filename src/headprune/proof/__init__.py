@@ -1,0 +1,1 @@
+"""Proof that a result computes what its plan says."""
