@@ -17,6 +17,7 @@ from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.errors import DataError, FamilyError
+from headprune.evidence.losses import example_losses
 from headprune.model.attention import attention_of, layer_of
 from headprune.model.batch import token_mask
 from headprune.model.gating import fixed, gated

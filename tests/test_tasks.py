@@ -12,7 +12,6 @@ import lm_eval
 import pytest
 import torch
 
-import headprune
 from headprune import packages
 from headprune.config import CheckConfig, DataConfig, EvaluateConfig
 from headprune.errors import HeadpruneError, HeadpruneWarning
@@ -120,7 +119,6 @@ def test_a_score_that_is_no_number_leaves_a_report_that_can_be_read(
     assert any(f"tiny_choice: acc is {number} on 12 examples" in one for one in told) == (
         key == "acc,none"
     )
-    headprune.report([tmp_path / "report.json"], tmp_path / "page.html")
     assert Report.model_validate_json((tmp_path / "report.json").read_text()) == report
 
 
