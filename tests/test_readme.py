@@ -82,9 +82,8 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if shrunk[1] == "attention":  # in words that tiny models know
             shrunk[shrunk.index("--text") + 1] = tiny.text(9)
         if shrunk[1] == "roles":
-            shrunk += ["--config", "seq_len=16", "--sequences", "4", "--config", "resamples=20"]
-            if "--ablation-tokens" in shrunk:
-                shrunk[shrunk.index("--ablation-tokens") + 1] = "64"
+            few = "--config seq_len=16 --config sequences=4 --config resamples=20"
+            shrunk = [word.replace("tokens=2048", "tokens=64") for word in shrunk] + few.split()
         monkeypatch.setattr("sys.argv", shrunk)
         with pytest.raises(SystemExit) as stop:
             cli.main()

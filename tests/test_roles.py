@@ -314,7 +314,15 @@ def test_effects_are_written_beside_roles(tmp_path: Path) -> None:
     assert max(together.random) == pytest.approx(0, abs=1e-6)  # the others of its layer are idle
 
 
-SMALLER = ["--sequences", "8", "--config", "seq_len=60", "--config", "resamples=200", "--json"]
+SMALLER = [
+    "--config",
+    "sequences=8",
+    "--config",
+    "seq_len=60",
+    "--config",
+    "resamples=200",
+    "--json",
+]
 
 
 @pytest.fixture
@@ -371,7 +379,7 @@ def test_what_a_cut_loses_has_the_numbers_of_the_original(
     ("arguments", "words", "said"),
     [
         (["--config", "seq_len=60"], 80, "an interval needs four"),
-        (["--config", "seq_len=8", "--sequences", "4"], 500, "an interval needs four"),
+        (["--config", "seq_len=8", "--config", "sequences=4"], 500, "an interval needs four"),
         (["--config", "seq_len=60", "--config", "attention=cross"], 500, "no 'cross' attention"),
     ],
 )

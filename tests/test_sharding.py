@@ -53,6 +53,8 @@ SETTINGS: dict[str, Any] = {
     **{"batch_size": 4, "seq_len": 16},
 }
 
+SHARD = ("--config", "shard=true")
+
 
 def even(seed: int) -> LlamaForCausalLM:
     """A model whose embeddings, which are its head if the seed says so, two processes can halve."""
@@ -113,7 +115,7 @@ def test_a_model_in_shards_trains_as_one_process_does(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hard_concrete, "sample", without_noise)
-    done = forked.together(2, *command("two", "--shard"), folder=folder, prepare=silence)
+    done = forked.together(2, *command("two", *SHARD), folder=folder, prepare=silence)
     assert done.returncode == 0, done.stderr
     text = DataConfig(source=str(folder / "text.txt"))
     for name, seed in (("one", 0), ("other", 1)):
@@ -270,7 +272,7 @@ def interrupted(folder: Path, name: str, long: list[str], killed: int) -> str:
     other = ends[1 - killed]
     assert other.returncode == 2, other.stderr
     assert not (folder / name).exists()
-    alone = [word for word in long if word != "--shard"]
+    alone = command(name, steps=40, save_every=1)
     done = forked.together(2, *alone, "--resume", folder=folder)
     assert done.returncode == 2 and "shard: True then, False now" in " ".join(done.stderr.split())
     done = forked.together(2, *long, "--resume", folder=folder)
@@ -285,7 +287,7 @@ def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
     folder: Path, killed: int
 ) -> None:
     name = f"long-{killed}"
-    long = command(name, "--shard", steps=40, save_every=1)
+    long = command(name, *SHARD, steps=40, save_every=1)
     said = interrupted(folder, name, long, killed)
     assert "Another of the 2 processes ended. Continue with the same command and --resume." in said
     if not (folder / "unbroken").exists():
@@ -309,7 +311,7 @@ def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
             "bf16=false",
         )
         how += ("--steps", "20", "--config", "save_every=1")
-        sizes = ("--config", "batch_size=4", "--config", "seq_len=16", "--shard", name)
+        sizes = ("--config", "batch_size=4", "--config", "seq_len=16", *SHARD, name)
         return ["heal", "gqa", "--teacher", "model", "--data", "text.txt", *how, *sizes]
 
     name = f"healed-{killed}"

@@ -96,7 +96,7 @@ TEXTS: dict[str, str] = {
     "masks": "<mask> <s> </s> " * 200,
 }
 _D = "--data text.txt"
-_TRAIN = "--steps 3 --batch-size 2 --seq-len 16"
+_TRAIN = "--steps 3 --config batch_size=2 --seq-len 16"
 COMMANDS: tuple[str, ...] = (
     *(
         f"score m {_D} --criterion {name} {SCORING} out"
@@ -133,9 +133,9 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
         *("finetune_fraction", "sparsity_warmup"),
         *("seed", "save_every", "batch_size"),
     ),
-    f"train-gates m {_D} --target-heads 0.5 --batch-size 2 --seq-len 16 --steps 2 --train all "
-    "out": ("weight_lr", "seq_len"),
-    f"train-gates m {_D} --batch-size 2 --seq-len 16 --steps 2 out": ("l0_penalty",),
+    f"train-gates m {_D} --target-heads 0.5 --config batch_size=2 --seq-len 16 --steps 2 "
+    "--train all out": ("weight_lr", "seq_len"),
+    f"train-gates m {_D} --config batch_size=2 --seq-len 16 --steps 2 out": ("l0_penalty",),
     f"heal m --teacher m {_D} {_TRAIN} out": ("learning_rate", "seed", "batch_size"),
     f"score m {_D} --criterion fisher {SCORING} out": ("calibration_tokens", "seed"),
     "convert-gqa m out": ("kv_heads",),

@@ -16,7 +16,7 @@ from headprune.commands import options as o
 from headprune.commands.command import command
 from headprune.commands.listing import Panel
 from headprune.config import CheckConfig, build
-from headprune.config.values import Few, Length, Level, Seed, possible_place, several
+from headprune.config.values import Count, Few, Length, Level, Seed, possible_place, several
 from headprune.context import Context
 from headprune.errors import HeadpruneError
 
@@ -93,8 +93,8 @@ def check(
     output: Annotated[o.File, o.argument("OUTPUT", "JSON file to write; replaced.")] | None = None,
     *,
     data: o.Domains,
-    text_column: o.TextColumn | None = None,
-    label_column: o.LabelColumn | None = None,
+    text_column: str | None = None,
+    label_column: str | None = None,
     limits: Annotated[
         str | Sequence[str],
         BeforeValidator(several),
@@ -110,7 +110,7 @@ def check(
     update_baseline: Annotated[bool, o.option("Write --baseline instead of checking.")] = False,
     against: o.Against | None = None,
     tasks: o.Tasks = (),
-    max_windows: o.MaxWindows | None = None,
+    max_windows: Count | None = None,
     junit: Annotated[o.File, o.option("JUnit XML to write; replaced.", panel=o.OUTPUT)]
     | None = None,
     split: str = "test",
@@ -124,7 +124,7 @@ def check(
     max_new_tokens: int = 128,
     dtype: o.Dtype = "auto",
     seed: Seed = 0,
-    device: o.Device = "auto",
+    device: str = "auto",
     placement: o.Placement = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
     context: Context = Context(),

@@ -38,16 +38,15 @@ def convert_mla(
     *,
     data: o.Data,
     kv_bytes: Annotated[Count, o.option("KV cache per token in 16 bits, at most.")] | None = None,
-    rank: Annotated[Count, o.option("Instead: width of the latent, with --rope-dim.")]
-    | None = None,
-    rope_dim: Annotated[Count, o.option("Width of the rotary key.")] | None = None,
+    rank: Count | None = None,
+    rope_dim: Count | None = None,
     heal_steps: o.HealSteps | None = None,
     calibration_tokens: Tokens = 16_384,
     seq_len: Length = 512,
     batch_size: Few = 4,
     seed: Seed = 0,
     overwrite: o.Overwrite = False,
-    device: o.Device = "auto",
+    device: str = "auto",
     context: Context = Context(),
 ) -> Exported | Healed:
     """Give all heads one latent and one rotary key (MLA), verify the result, write it.

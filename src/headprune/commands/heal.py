@@ -13,7 +13,7 @@ from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import HealConfig, Resuming, build
 from headprune.config.data import Loss, data_config
-from headprune.config.values import Few, Length, Seed, Steps, possible_place
+from headprune.config.values import Few, Length, Positive, Seed, Steps, possible_place
 from headprune.context import Context
 
 if TYPE_CHECKING:
@@ -42,20 +42,11 @@ def heal(
     train: Annotated[
         Literal["attention", "lora", "all"], o.option("Weights to train.", panel=o.TRAINING)
     ] = "all",
-    batch_size: Annotated[
-        Few,
-        o.option(
-            "Sequences per step, of all processes; the default has 1,024 tokens.", panel=o.TRAINING
-        ),
-    ]
-    | None = None,
-    seq_len: Annotated[
-        Length, o.option("Tokens per sequence; 1,024 if the model takes them.", panel=o.TRAINING)
-    ]
-    | None = None,
-    learning_rate: o.LearningRate | None = None,
+    batch_size: Few | None = None,
+    seq_len: Length | None = None,
+    learning_rate: Positive | None = None,
     report_to: o.ReportTo = "none",
-    shard: o.Shard = False,
+    shard: bool = False,
     out_dtype: o.Dtype = "auto",
     resume: o.Resume = False,
     overwrite: o.Overwrite = False,

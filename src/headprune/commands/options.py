@@ -51,9 +51,6 @@ Domains = Annotated[
 ]
 TextColumn = Annotated[str, option("Column of the text; two, comma-separated, for pairs.")]
 LabelColumn = Annotated[str, option("Column of the label or the similarity score.")]
-Loss = Annotated[
-    Literal["all", "answers"], option("Tokens that count in chats: all, or those of answers.")
-]
 Tokens = Annotated[
     values.Tokens, option("Tokens of the data to read, spread evenly.", panel=CALIBRATION)
 ]
@@ -87,20 +84,15 @@ HealSteps = Annotated[values.Steps, option("Then train to match the original, fo
 
 # ---- training
 Steps = Annotated[values.Steps, option("Optimiser steps.")]
-BatchSize = Annotated[values.Few, option("Sequences per step, of all processes.", panel=TRAINING)]
-LearningRate = Annotated[values.Positive, option("Peak learning rate.", panel=TRAINING)]
 TrainSeqLen = Annotated[values.Length, option("Tokens per sequence.", panel=TRAINING)]
-ReportTo = Annotated[
-    Literal["none", "tensorboard", "wandb", "trackio"],
-    option("Dashboard of the steps; tensorboard writes to OUTPUT-runs.", panel=TRAINING),
-]
-Shard = Annotated[bool, option("Split layers over the processes of torchrun.", panel=TRAINING)]
 
 # ---- the machine
 Device = Annotated[str, option("auto, cpu, cuda, cuda:N or mps.", panel=ADVANCED)]
 TrustRemoteCode = Annotated[bool, option("Allow code that comes with a model.", panel=ADVANCED)]
 
 # ---- expert settings: for Python and files of --config
+Loss = Literal["all", "answers"]  # tokens that count in chats
+ReportTo = Literal["none", "tensorboard", "wandb", "trackio"]  # dashboard of the steps
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Placement = Literal["auto", "whole", "layers"]
 Kinds = Annotated[str | Sequence[str], _LISTED]

@@ -34,10 +34,8 @@ def roles(
     output: o.Output,
     *,
     data: o.Data,
-    sequences: Annotated[Few, o.option("Sequences of the text, and of random tokens.")] = 64,
-    ablation_tokens: Annotated[
-        Amount, o.option("Also ablate every head, on N tokens (2048 will do).")
-    ] = 0,
+    sequences: Few = 64,
+    ablation_tokens: Amount = 0,
     trees: Annotated[
         str | Path,
         BeforeValidator(possible_place),
@@ -57,7 +55,7 @@ def roles(
     resamples: Few = 1000,
     dtype: o.Dtype = "auto",
     seed: Seed = 0,
-    device: o.Device = "auto",
+    device: str = "auto",
     placement: o.Placement = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
     context: Context = Context(),

@@ -13,7 +13,7 @@ from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import Resuming, TrainGatesConfig, build
 from headprune.config.data import Loss, data_config
-from headprune.config.values import Fraction, Kept, Positive, Seed, Steps
+from headprune.config.values import Few, Fraction, Kept, Positive, Seed, Steps
 from headprune.context import Context
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def train_gates(
     ] = "gates",
     objective: Literal["auto", "lm", "mlm", "distill", "lm+distill", "task"] = "auto",
     l0_penalty: Positive | None = None,
-    batch_size: o.BatchSize = 4,
+    batch_size: Few = 4,
     seq_len: o.TrainSeqLen = 256,
     epochs: Positive = 1.0,
     gate_lr: Positive = 0.5,
@@ -76,7 +76,7 @@ def train_gates(
     seed: Seed = 0,
     save_every: Steps | None = None,
     report_to: o.ReportTo = "none",
-    shard: o.Shard = False,
+    shard: bool = False,
     resume: o.Resume = False,
     overwrite: o.Overwrite = False,
     device: o.Device = "auto",
