@@ -314,7 +314,7 @@ def test_effects_are_written_beside_roles(tmp_path: Path) -> None:
     assert max(together.random) == pytest.approx(0, abs=1e-6)  # the others of its layer are idle
 
 
-SMALLER = "--config sequences=8 --config seq_len=60 --config resamples=200 --json".split()
+SMALLER = ["--config=sequences=8", "--config=seq_len=60", "--config=resamples=200", "--json"]
 
 
 @pytest.fixture
