@@ -21,12 +21,14 @@ from headprune.config import (
     ScoreConfig,
 )
 from headprune.evidence.score import score, scores_on
-from headprune.model import loading, stored
+from headprune.model import attention, loading, stored
+from headprune.model.attention import attention_of
 from headprune.model.open import Model, open_model
 from headprune.planning.choose import CutRequest
 from headprune.result import write as writing
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune
+from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.edit import Edit, collecting, sketch, trying
 from tests import tiny
 from tests.cutting import uneven_plan
@@ -86,6 +88,29 @@ def test_prune_opens_its_model_once(
     small = CalibrationConfig(seq_len=16)
     prune(folder, tmp_path / "refit", CutRequest(scores=scores, keep=0.5), data, small)
     assert calls == {**ONCE, **PROOF}
+
+
+def test_prune_walks_its_models_once_each(
+    folder: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    walked = Counter[int]()
+    walk = attention._walk
+
+    def counted(net: Any) -> Any:
+        walked[id(net)] += 1
+        return walk(net)
+
+    score(folder, tmp_path / "s", ScoreConfig(criterion=("magnitude",)))
+    monkeypatch.setattr(attention, "_walk", counted)
+    request = CutRequest(scores=tmp_path / "s", keep=0.5)
+    prune(folder, tmp_path / "out", request, data, CalibrationConfig(seq_len=16))
+    # the skeleton, the model, the skeleton once it is cut, and the result
+    assert sorted(walked.values()) == [1, 1, 2]
+    net = tiny.model("llama-gqa")
+    before = attention_of(net)
+    assert before == attention_of(net)
+    cut_heads(net, resolve(uneven_plan(net), net))
+    assert [a.query_heads for a in before] != [a.query_heads for a in attention_of(net)]
 
 
 def test_three_criteria_take_one_pass(
