@@ -73,9 +73,9 @@ def page(results: Sequence[Result], seeds: Sequence[int]) -> str:
     for part in _PARTS:
         lines += [f"**{part}** {_RULES[part]}", ""]
     lines += [
-        "Damaged files (`test_fuzz.py`), strange numbers (`test_strange_numbers.py`), code and paths "
-        "of strangers (`test_strange_code.py`) and strings that are commands (`test_injection.py`) "
-        "are tests of the suite.",
+        "Damaged files (`test_fuzz.py`), strange numbers (`test_strange_numbers.py`), code and "
+        "paths of strangers (`test_strange_code.py`) and strings that are commands "
+        "(`test_injection.py`) are tests of the suite.",
         "",
         f"Machine: {platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python "
         f"{platform.python_version()}. headprune {__version__}, torch {torch.__version__}, "
