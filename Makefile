@@ -91,10 +91,12 @@ campaign-short: $(STAMP)
 	$(BIN)/python -m tests.campaign all --short --seed 0 --workers $(WORKERS)
 
 ## campaign: tries to break headprune, and writes what came of it; three seeds in a row go to
-## every strange place, path and link
+## every strange place, path and link; then many damaged files and strange numbers
 SEEDS ?= 1 2 3
+EXAMPLES ?= 300
 campaign: $(STAMP)
 	$(BIN)/python -m tests.campaign all --seeds $(SEEDS) --workers $(WORKERS) --output docs/benchmarks/reliability.md
+	HEADPRUNE_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest $(EVERY) $(IN_PARALLEL) tests/test_fuzz.py tests/test_strange_*.py
 
 ## load-matrix: writes the table of load routes (docs/guides/deploy.md) from a run of their tests
 load-matrix: $(STAMP)

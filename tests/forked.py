@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -103,12 +102,6 @@ def call(function: Callable[..., None], *arguments: Any) -> int:
     process.join()
     assert process.exitcode is not None
     return process.exitcode
-
-
-def small_files() -> None:
-    """Lets a process write no file over 60 kB: a disk that is full in the middle of a write."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 
 
 def _started(target: Callable[..., None], arguments: tuple[Any, ...]) -> Any:

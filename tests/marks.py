@@ -1,11 +1,13 @@
-"""Which rows of a test belong to ``make test``, and which to ``make test-all`` alone."""
+"""How much of a test ``make test`` runs, and what is for ``make test-all`` and campaigns."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
 
 
 def slow_unless(fast: Callable[..., bool], rows: Iterable[Any]) -> list[Any]:
@@ -17,3 +19,16 @@ def slow_unless(fast: Callable[..., bool], rows: Iterable[Any]) -> list[Any]:
     """
     tuples = (row if isinstance(row, tuple) else (row,) for row in rows)
     return [pytest.param(*row, marks=() if fast(*row) else pytest.mark.slow) for row in tuples]
+
+
+def tried(examples: int) -> settings:
+    """Settings of hypothesis: always the same few examples, or as many others as are asked for."""
+    asked = int(os.environ.get("HEADPRUNE_EXAMPLES", "0"))
+    return settings(
+        max_examples=asked or examples,
+        derandomize=not asked,
+        deadline=None,
+        database=None,
+        suppress_health_check=[*HealthCheck],
+        phases=[Phase.generate],
+    )

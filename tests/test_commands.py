@@ -23,7 +23,7 @@ from headprune.config.base import Settings, flag
 from headprune.context import Context
 from headprune.errors import HeadpruneError
 from tests import tiny
-from tests.test_cli import run
+from tests.test_cli import refuses, run
 
 pytestmark = pytest.mark.quick
 COMMANDS = all_commands()
@@ -244,10 +244,16 @@ def test_a_file_has_settings_and_the_command_line_wins(
         ("just text", "holds no options"),
     ):
         file.write_text(text)
-        code, _, err = run(capsys, "score", "m", tmp_path / "b", "--config", file)
-        assert (code, message.replace("Value error, ", "") in err) == (2, True), err
-    code, _, err = run(capsys, "score", "m", "o", "--config", tmp_path / "none.yaml")
-    assert (code, "there is no file" in err) == (2, True), err
+        refuses(
+            capsys,
+            message.replace("Value error, ", ""),
+            "score",
+            "m",
+            tmp_path / "b",
+            "--config",
+            file,
+        )
+    refuses(capsys, "there is no file", "score", "m", "o", "--config", tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize(

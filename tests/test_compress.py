@@ -55,7 +55,7 @@ from headprune.surgery.edit import collecting
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.marks import slow_unless
-from tests.test_cli import run
+from tests.test_cli import refuses, run
 from tests.test_last_words import passage_text, tokenizer
 
 SMALL: dict[str, Any] = {"seq_len": 16, "calibration_tokens": 256, "held_out_tokens": 128}
@@ -525,8 +525,7 @@ def test_what_is_asked_for_wrongly_ends_in_a_sentence(
         with pytest.raises(HeadpruneError, match=message):
             compressed(llama_folder, data[1:], out, **wrong)
         assert not out.exists()
-    code, _, err = run(capsys, "compress", llama_folder, "--keep", 0.5)
-    assert code == 2 and "compress needs OUTPUT" in err
+    refuses(capsys, "compress needs OUTPUT", "compress", llama_folder, "--keep", 0.5)
     out.mkdir()
     (out / "mine.txt").write_text("mine")
     with pytest.raises(HeadpruneError, match="already exists"):

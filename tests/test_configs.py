@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.test_cli import run
+from tests.test_cli import succeeds
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 # in an order in which each finds what it reads, with smaller numbers
@@ -37,8 +37,7 @@ def test_every_job_runs(
         Path(name).write_text(tiny.text(2_000))
     for name, smaller in SMALLER.items():
         words = [word for each in smaller for word in ("--config", each)]
-        code, _, err = run(capsys, name, "--config", CONFIGS / f"{name}.yaml", *words)
-        assert code == 0, (name, err)
+        succeeds(capsys, name, "--config", CONFIGS / f"{name}.yaml", *words)
     assert {"smollm2-pruned", "smollm2-gguf", "smollm2-small"} <= {
         p.name for p in tmp_path.iterdir()
     }

@@ -19,7 +19,7 @@ from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import uneven_plan
 from tests.marks import slow_unless
-from tests.test_cli import run
+from tests.test_cli import run, succeeds
 from tests.test_generation import GENERATING, WINDOWED
 from tests.test_recognition import PRESENT, build
 
@@ -117,8 +117,7 @@ def test_a_context_is_said_wherever_there_are_windows(
     shown = " ".join(run(capsys, "inspect", folder)[1].split())
     assert f"bytes {said}: {live:,} in float32" in shown and f"KV bytes saved {said}" in shown
     options = ("--config", "seq_len=16", "--config", "speed=false", "--json")
-    code, out, err = run(capsys, "evaluate", folder, "--data", tmp_path / "t.txt", *options)
-    assert code == 0, err
+    out = succeeds(capsys, "evaluate", folder, "--data", tmp_path / "t.txt", *options)
     cost = json.loads(out)["model"]["cost"]
     assert (cost["kv_cache_bytes"], cost["kv_cache_tokens"]) == (live, context)
     with pytest.raises(headprune.errors.PlanError, match=rf"has {live:,} bytes {said} in float32"):

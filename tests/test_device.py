@@ -29,7 +29,7 @@ from headprune.regression import check as check_module
 from headprune.resuming import Run
 from headprune.training import training_arguments
 from tests import tiny
-from tests.test_cli import run
+from tests.test_cli import refuses, run
 
 COMMANDS = all_commands()
 
@@ -135,8 +135,7 @@ def test_at_the_command_line(
 ) -> None:
     scores = tmp_path / "scores"
     given = ["score", llama_folder, "--criterion", "magnitude", scores]
-    code, _, err = run(capsys, *given, "--device", "cuda:99")
-    assert code == 2 and "--device cuda:99: there is no such device here" in err
+    refuses(capsys, "--device cuda:99: there is no such device here", *given, "--device", "cuda:99")
     assert not scores.exists()
     code, _, err = run(capsys, *given, "--device", "cpu")
     assert code == 0 and err.count("device: cpu") == 1

@@ -23,7 +23,7 @@ from headprune.result.card import quality_section
 from headprune.result.prune import prune
 from tests import tiny
 from tests.cutting import uneven_plan
-from tests.test_cli import run
+from tests.test_cli import run, succeeds
 
 FAST: dict[str, Any] = {"seq_len": 16, "resamples": 200, "speed": False, "max_windows": 12}
 
@@ -196,8 +196,7 @@ def test_the_command_line_takes_several(
     data = ("--data", text_file, "--data", f"b={other_text}", "--against", llama_folder)
     file = tmp_path / "reports" / "evaluation.json"
     file.parent.mkdir()
-    code, out, err = run(capsys, "evaluate", llama_folder, *data, *settings, file)
-    assert code == 0, err
+    out = succeeds(capsys, "evaluate", llama_folder, *data, *settings, file)
     assert "perplexity [b]" in out
     rows = Report.model_validate_json(file.read_text()).rows()
     card = quality_section(rows)

@@ -22,7 +22,7 @@ from headprune.proof.equivalence import difference
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import uneven_plan
-from tests.test_cli import run
+from tests.test_cli import succeeds
 
 ENGINES = {"onnx": "onnxruntime", "openvino": "openvino"}
 CASES = ("llama-gqa", "gpt2", "gemma2", "opt", "bert-mlm", "bert-base", "distilbert", "t5", "bart")
@@ -91,8 +91,7 @@ def test_a_cut_decoder_is_proven_in_its_engine(
     monkeypatch.setitem(tiny.SIZES, "num_hidden_layers", 2)
     model = cut("llama-gqa", 1)
     folder, out = tiny.save(model, tmp_path / "model"), tmp_path / "out"
-    code, shown, err = run(capsys, "export", folder, "--to", form, out, "--json")
-    assert code == 0, err
+    shown = succeeds(capsys, "export", folder, "--to", form, out, "--json")
     proof = json.loads(shown)["proof"]
     assert proof["how"] == "engine" and 0 < proof["difference"] < 2e-6
     assert "decoded with cache" in proof["compared"]

@@ -17,7 +17,7 @@ from headprune.formats.export import FORMATS
 from headprune.formats.format import read_export
 from headprune.registry import Registry
 from tests import tiny
-from tests.test_cli import run
+from tests.test_cli import refuses, run, succeeds
 
 pytest.importorskip("gguf")
 
@@ -38,18 +38,15 @@ def test_an_export_is_recorded_and_replaced_only_where_it_is_ours(
 ) -> None:
     out = tmp_path / "out"
     line = ("export", folder, "--to", "gguf", out)
-    code, text, err = run(capsys, *line, "--json")
-    assert code == 0, err
+    text = succeeds(capsys, *line, "--json")
     record = read_export(out)
     assert json.loads(text)["files"] == record.files
     assert record.proof.passed and record.format == "gguf"
     assert set(record.files) == {file.name for file in out.iterdir()} - {"export.json"}
-    code, _, err = run(capsys, *line)
-    assert code == 2 and "already exists" in err
+    refuses(capsys, "already exists", *line)
     assert run(capsys, *line, "--overwrite")[0] == 0
     (out / "mine.txt").write_text("x")
-    code, _, err = run(capsys, *line, "--overwrite")
-    assert code == 2 and "mine.txt" in err
+    refuses(capsys, "mine.txt", *line, "--overwrite")
 
 
 def test_a_proof_that_fails_leaves_nothing(

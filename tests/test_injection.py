@@ -32,7 +32,7 @@ from tests import tiny
 from tests.test_cli import printed
 
 # a title, a cleared screen, colours by a C1 control, a line of its own, commands to GitHub Actions
-EVIL = "\n::error::x\r\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\n \t::add-mask::x ##[error][/red]`<b>|"
+EVIL = "\n::error::x\r\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\n \t::add-mask::x ##[error][/red]`<pwn>|"
 START = "::stop-commands::x" + EVIL  # where nothing stands before it
 CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")
 MEANT = "::error title=headprune check::"
@@ -123,6 +123,11 @@ FILES: dict[str, tuple[str, Command]] = {
         "run/gates/gates.json",
         lambda h: ("prune", h / "base", "--gates", h / "run/gates", "--dry-run"),
     ),
+    "scores": (
+        "scores/scores.json",
+        lambda h: ("report", h / "run/small", h / "scores", h / "o.html"),
+    ),
+    "checked": ("run/check.json", lambda h: ("report", h / "run", h / "o.html")),
     "baseline": (
         "b.json",
         lambda h: (
@@ -160,6 +165,7 @@ def test_no_text_of_a_file_is_a_command(
         if page.exists():
             said += "stop-commands" in page.read_text()
             assert not CONTROLS.search(page.read_text().replace("\t", " "))
+            assert "<pwn" not in page.read_text()
             page.unlink()
     assert said
 
@@ -251,7 +257,8 @@ def test_summaries_and_annotations_hold_no_controls(
         assert not CONTROLS.search(meant[0]) and "##[" not in meant[0]
     assert json.loads(captured.out)["model"] == START
     for written in ("summary.md", "junit.xml"):
-        assert not CONTROLS.search((tmp_path / written).read_text().replace("\t", " "))
+        text = (tmp_path / written).read_text()
+        assert not CONTROLS.search(text.replace("\t", " ")) and "<pwn" not in text
 
 
 # --- the pieces

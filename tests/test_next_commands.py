@@ -17,7 +17,7 @@ from headprune.config import Dtype
 from headprune.io.shell import command
 from tests import tiny
 from tests.dying import write
-from tests.test_cli import run
+from tests.test_cli import run, succeeds
 
 SMALL = ["--config", "seq_len=16", "--config", "calibration_tokens=512"]
 TRAIN = ["--steps", "2", "--config", "batch_size=2", "--config", "seq_len=16"]
@@ -52,8 +52,7 @@ def printed(text: str) -> list[str]:
 
 
 def ran(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    code, out, err = run(capsys, *words)
-    assert code == 0, (words, err)
+    out = succeeds(capsys, *words)
     return out
 
 

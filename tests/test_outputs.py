@@ -24,7 +24,7 @@ from headprune.io.writing import abandoned, beside, reserved, work_folder, write
 from tests import tiny
 from tests.dying import FILES, state, write
 from tests.marks import slow_unless
-from tests.test_cli import run
+from tests.test_cli import refuses, run, succeeds
 
 
 def names(folder: Path) -> list[str]:
@@ -450,8 +450,7 @@ def test_no_command_replaces_what_it_reads(
         ("zoo", "holds the input"),
         ("foreign", "'.my.partial/new/a.txt' in 'foreign' is no part"),
     ):
-        code, _, err = run(capsys, *line.replace("OUT", output).split())
-        assert (code, found in err) == (2, True), (output, err)
+        refuses(capsys, found, *line.replace("OUT", output).split())
         assert everything(home) == before
 
 
@@ -459,8 +458,13 @@ def test_the_data_of_a_command_is_an_input(home: Path, capsys: pytest.CaptureFix
     write(home / "data", 1)
     (home / "data" / "inside" / "text.txt").write_text("precious")
     for command in (f"score {M} data --overwrite", f"roles {M} data"):
-        code, _, err = run(capsys, *command.split(), "--data", "data/inside/text.txt")
-        assert (code, "holds the input 'data/inside/text.txt'" in err) == (2, True), err
+        refuses(
+            capsys,
+            "holds the input 'data/inside/text.txt'",
+            *command.split(),
+            "--data",
+            "data/inside/text.txt",
+        )
 
 
 FILE_OUTPUTS = [
@@ -485,8 +489,7 @@ def test_no_command_writes_a_file_over_an_input_or_a_strangers(
         "folder": "is no file",
         "mine.txt/report": "cannot be made",
     }.items():
-        code, _, err = run(capsys, *line.replace("OUT", output).split())
-        assert (code, found in err) == (2, True), (output, err)
+        refuses(capsys, found, *line.replace("OUT", output).split())
         assert everything(home) == before
 
 
@@ -536,8 +539,7 @@ def test_a_users_files_beside_an_output_are_kept(
     mine = [put(folder, name) for folder in (tmp_path, work) for name in STRANGERS]
     mine.append(put(work / "checkpoints", "my-thesis.partial/chapter.txt"))
     line = "train-gates model --data text.txt --target-heads 0.5 --steps 1 --config batch_size=2"
-    code, _, err = run(capsys, *line.split(), "--config", "seq_len=16", "out", "--overwrite")
-    assert code == 0, err
+    succeeds(capsys, *line.split(), "--config", "seq_len=16", "out", "--overwrite")
     assert all(path.read_text() == "x" for path in mine)
     assert not (work / "checkpoints/checkpoint-1").exists()
     assert not (tmp_path / ".out.partial").exists()

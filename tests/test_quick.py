@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.test_cli import run
+from tests.test_cli import succeeds
 
 pytestmark = pytest.mark.quick
 
@@ -22,8 +22,7 @@ def test_from_scores_to_a_proven_and_measured_result(
     Path("text.txt").write_text(tiny.text(600))
 
     def headprune(line: str) -> str:
-        code, out, err = run(capsys, *line.split())
-        assert code == 0, err
+        out = succeeds(capsys, *line.split())
         return out
 
     scored = "--criterion fisher --config seq_len=16 --config calibration_tokens=256"

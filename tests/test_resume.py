@@ -288,11 +288,11 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "moments of another model": lambda path: torch.save(
         {"state": {}, "param_groups": []}, path / "optimizer.pt"
     ),
-    "moments with code": lambda path: torch.save(Bomb(path / "ran"), path / "optimizer.pt"),
     "moments of another shape": lambda path: change_saved(path / "optimizer.pt", squeeze),
     "a step that is no number": lambda path: change_saved(
         path / "scheduler.pt", lambda content: {**content, "last_epoch": "six"}
     ),
+    **{f"code in {n}": lambda path, n=n: torch.save(Bomb(path / "ran"), path / n) for n in SAVED},
     **{f"no {name}": lambda path, name=name: (path / name).unlink() for name in SAVED},
     **{f"empty {n}": lambda path, n=n: (path / n).write_bytes(b"") for n in (*SAVED, WEIGHTS)},
     **{f"half of {name}": lambda path, name=name: halve(path / name) for name in SAVED},

@@ -18,7 +18,7 @@ from headprune.schemas.roles import read_roles
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import chosen
-from tests.test_cli import run
+from tests.test_cli import refuses, run, succeeds
 from tests.test_roles import SMALL, measured, whole
 
 LOST = ("self-token", "duplicate-token", "induction")  # of 0.2 and 1.0
@@ -99,13 +99,19 @@ def test_what_cannot_be_is_said_and_nothing_written(
 def test_a_dry_run_names_the_roles_that_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("prune", place / "model", "--scores", place / "scores", "--dry-run")
     roles = ("--roles", place / "roles")
-    code, out, _ = run(capsys, *words, "--keep", 2, *roles)
-    assert code == 0
+    out = succeeds(capsys, *words, "--keep", 2, *roles)
     assert f"No head stays of these roles: {', '.join(LOST)}." in " ".join(out.split())
     _, out, _ = run(capsys, *words, "--keep", 8, *roles, "--json")
     assert json.loads(out)["roles_lost"] == []
-    code, _, err = run(capsys, *words, "--keep", 2, "--keep-roles", "induction")
-    assert code == 2 and "--keep-roles has no effect without --roles" in err
+    refuses(
+        capsys,
+        "--keep-roles has no effect without --roles",
+        *words,
+        "--keep",
+        2,
+        "--keep-roles",
+        "induction",
+    )
 
 
 def test_a_report_shows_what_became_of_roles(place: Path, tmp_path: Path) -> None:

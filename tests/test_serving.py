@@ -14,7 +14,7 @@ from headprune.result.engines import serving, shapes_in
 from headprune.schemas.manifest import read_manifest
 from tests import tiny
 from tests.cutting import ragged_plan, uneven_plan
-from tests.test_cli import run
+from tests.test_cli import run, succeeds
 
 
 def lines_of(folder: Path) -> dict[str, str]:
@@ -64,12 +64,10 @@ def test_the_printed_commands_work_here(
 ) -> None:
     model, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "m"), tmp_path / "out"
     line = ("convert-gqa", model, "--kv-heads", "1")
-    code, shown, err = run(capsys, *line, out)
-    assert code == 0, err
+    shown = succeeds(capsys, *line, out)
     assert f"vLLM:\n  vllm serve {out}\n" in shown and "--to gguf" in shown
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
-    code, shown, err = run(capsys, *line, tmp_path / "bare")
-    assert code == 0, err
+    shown = succeeds(capsys, *line, tmp_path / "bare")
     assert "vllm serve" in shown and "--to gguf" not in shown
     assert "--to gguf" in (tmp_path / "bare" / "README.md").read_text()  # it may be read elsewhere
     lines = [line for line in shown.splitlines() if line.startswith("  headprune ")]

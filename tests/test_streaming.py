@@ -645,20 +645,6 @@ def test_a_shard_that_goes_while_it_is_read(
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("how", ["truncated", "missing"])
-def test_a_shard_that_is_not_whole(
-    how: str, plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = saved("llama-gqa", tmp_path / "sharded")
-    plan.model_copy(update={"model": None}).write(tmp_path / "plan.json")
-    (shrinking if how == "truncated" else vanishing)(model)
-    command = ["prune", model, "--plan", tmp_path / "plan.json", tmp_path / "out"]
-    code, _, err = run(capsys, *command)
-    assert code == 2
-    assert ("is damaged" if how == "truncated" else "which are not beside it") in err
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_disk_that_fills_in_the_middle_of_a_shard(
     model: Path,
     plan: Plan,

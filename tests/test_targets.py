@@ -23,7 +23,7 @@ from headprune.schemas.plan import Plan, Shape
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import ragged_plan, uneven_plan
-from tests.test_cli import run
+from tests.test_cli import run, succeeds
 
 TO = {
     Target.LLAMA_CPP: "gguf",
@@ -182,8 +182,7 @@ def test_the_dry_run_shows_the_price_of_an_engine(
     line = ("prune", model, "--scores", scored(model), "--keep", "12", "--dry-run", "--json")
     prices = []
     for engine in ("onnx", "llama.cpp"):
-        code, out, err = run(capsys, *line, "--for", engine)
-        assert code == 0, err
+        out = succeeds(capsys, *line, "--for", engine)
         price, even = json.loads(out)["shapes"]
         assert (price["shape"], price["stored"]) == (engine, "runtime")
         assert (even["shape"], even["stored"]) == ("uniform", "native")
@@ -240,12 +239,10 @@ def test_converted_for_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "seq_len=16",
     )
     line = (*line, "--config", "calibration_tokens=256")
-    code, out, err = run(capsys, *line, "--dry-run", "--json")
-    assert code == 0, err
+    out = succeeds(capsys, *line, "--dry-run", "--json")
     found = json.loads(out)
     assert found["even_cost"] > found["expected_cost"]
-    code, _, err = run(capsys, *line, "--for", "anywhere", tmp_path / "out")
-    assert code == 0, err
+    succeeds(capsys, *line, "--for", "anywhere", tmp_path / "out")
     assert open_source(tmp_path / "out").config.num_key_value_heads == 1
     counts = ("convert-gqa", model, "--kv-heads", "3,1,1,1", tmp_path / "other")
     code, _, err = run(capsys, *counts, "--for", "anywhere")

@@ -33,7 +33,7 @@ from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import uneven_plan
-from tests.test_cli import run
+from tests.test_cli import refuses, run, succeeds
 
 UNEVEN, EVEN = "Uneven heads: loads with", "Heads that the stock class has no setting for: loads"
 
@@ -56,8 +56,7 @@ def test_even_heads_are_not_called_uneven(
     plan.write(tmp_path / "plan.json")
     base = ("prune", model, "--plan", tmp_path / "plan.json")
     for options in ([tmp_path / "out"], ["--dry-run"]):
-        code, out, err = run(capsys, *base, *options)
-        assert code == 0, err
+        out = succeeds(capsys, *base, *options)
         assert said in " ".join(out.split())
     card = (tmp_path / "out" / "README.md").read_text()
     assert ("Uneven heads" in card) == uneven
@@ -68,8 +67,7 @@ def test_an_even_conversion_is_not_called_uneven(
 ) -> None:
     model = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     line = ("convert-gqa", model, "--kv-heads", 2, tmp_path / "out")
-    code, out, err = run(capsys, *line)
-    assert code == 0, err
+    out = succeeds(capsys, *line)
     assert EVEN in " ".join(out.split())
 
 
@@ -94,8 +92,7 @@ def test_a_path_that_is_not_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(tiny.text(200))
-    code, _, err = run(capsys, *line.split())
-    assert (code, message in err) == (2, True), err
+    refuses(capsys, message, *line.split())
 
 
 @pytest.mark.parametrize(("case", "auto"), [("t5", "Seq2SeqLM"), ("bart", "Seq2SeqLM")])

@@ -12,18 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# what the option is called that names a group of a part's cases
-GROUPS = {"fuzz": "reader", "kill": "command"}
-
 
 @dataclass(frozen=True)
 class Case:
     """One attempt to break something; a pure function of its fields.
 
     Attributes:
-        part: fuzz, kill, faults, security or numeric.
+        part: kill or faults.
         seed: Of the whole part.
-        group: The reader, command, fault or attack.
+        group: The command or fault.
         number: Among the cases of that group.
     """
 
@@ -40,7 +37,7 @@ class Case:
         """The command that runs this case alone."""
         return (
             f"python -m tests.campaign {self.part} --seed {self.seed} "
-            f"--{GROUPS.get(self.part, 'group')} {self.group} --number {self.number}"
+            f"--group {self.group} --number {self.number}"
         )
 
 
@@ -50,7 +47,7 @@ class Result:
 
     Attributes:
         case: The case.
-        ending: In a word or two, to be counted: accepted, refused, old output stays ...
+        ending: In a word or two, to be counted: done, refused, old output stays ...
         broken: What is wrong; empty if headprune held.
         told: What was done and said, for whoever runs the case alone.
         skipped: Why it could not be tried on this machine; empty if it was.

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.campaign.cases import Case
 from tests.campaign.facts import facts
-from tests.campaign.mutants import MUTATORS, mutator_of
 from tests.campaign.trap import Trap
 from tests.campaign.watched import Outcome, Strike, flaw, watched
 
@@ -43,19 +41,6 @@ KeyError: 1
 def test_flaws_are_seen(outcome: Outcome, seen: str) -> None:
     found = flaw(outcome)
     assert seen in found and bool(found) == bool(seen)
-
-
-def test_a_mutant_is_a_function_of_its_case() -> None:
-    sound = b'{"a": [1, 2.5, "text"], "b": {"c": null, "d": true}}'
-    made = [
-        mutator_of("x.json")(sound, Case("fuzz", seed, "plan", number).random())
-        for seed in (1, 2)
-        for number in range(50)
-        for _ in range(2)
-    ]
-    assert made[::2] == made[1::2]
-    assert len(set(made)) > 80
-    assert {"json", "yaml", "jsonl", "csv", "parquet", "txt.gz", "safetensors"} <= set(MUTATORS)
 
 
 @pytest.mark.process
