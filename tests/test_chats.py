@@ -229,6 +229,118 @@ def test_names_of_sharegpt_are_roles_alone(tmp_path: Path) -> None:
     assert of.decode([one for one in row["labels"] if one != -100]) == f"gpt{IM}"
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "day", "parameters": {"type": "object"}}},
+]
+WITH_TOOLS = (
+    "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+)
+SYSTEM = {"role": "system", "content": "Be kind."}
+BESIDE: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Any]] = {
+    "tools": ({"tools": TOOLS}, [], TOOLS),
+    "tools as json": ({"tools": json.dumps(TOOLS)}, [], TOOLS),
+    "system": ({"system": "Be kind."}, [SYSTEM], None),
+    "both": ({"system": "Be kind.", "tools": TOOLS}, [SYSTEM], TOOLS),
+    "neither": ({"system": None, "tools": []}, [], None),
+    "an empty system": ({"system": "", "tools": None}, [], None),
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("template", [CHATML, MARKED, LLAMA3])
+@pytest.mark.parametrize("case", BESIDE)
+def test_tools_and_a_system_message_beside_a_chat(
+    case: str, template: str, kind: str, tmp_path: Path
+) -> None:
+    beside, before, tools = BESIDE[case]
+    of, file = tokenizer_of(WITH_TOOLS + template), tmp_path / f"chats.{kind}"
+    rows = [{"messages": chat, **beside} for chat in (TWO, [{**SYSTEM, "content": "x"}, *TWO])]
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        Dataset.from_list(rows).to_parquet(file)
+    data = DataConfig(source=str(file), loss=Loss.ANSWERS)
+    chats = [[*before, *TWO], rows[1]["messages"]]  # a system message of its own stays alone
+    wanted = [of.apply_chat_template(chat, tools=tools, tokenize=False) for chat in chats]
+    examples = read_examples(data, of)
+    assert list(examples.texts) == [(text,) for text in wanted]
+    bare = of.apply_chat_template(TWO, tokenize=False)
+    assert (wanted[0] != bare) == bool(before or tools)
+    for row in answer_rows(examples, of, 900):
+        ended = "<|eot_id|>" if template == LLAMA3 else IM
+        assert of.decode([x for x in row["labels"] if x != -100]) == f"a{ended}s, é and 日{ended}"
+
+
+def test_tools_that_are_no_json_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": TWO, "tools": "clock"}) + "\n")
+    with pytest.raises(DataError, match=r"chats.jsonl': the chat template takes no such"):
+        read_examples(DataConfig(source=str(file)), tokenizer_of(CHATML))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("case", [name for name in CASES if len(CASES[name][2]) == 2])
+def test_an_answer_of_weight_0_does_not_count(case: str, kind: str, tmp_path: Path) -> None:
+    template, chat, wanted = CASES[case]
+    of, file = tokenizer_of(template), tmp_path / f"chats.{kind}"
+    numbers = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
+
+    def counted(*weights: float) -> str:
+        of_message = dict(zip(numbers, weights, strict=True))
+        told = [
+            {**m, "weight": of_message[n]} if n in of_message else m for n, m in enumerate(chat)
+        ]
+        table = Dataset.from_list([{"messages": told}], on_mixed_types="use_json")
+        table.to_json(file) if kind == "jsonl" else table.to_parquet(file)
+        data = DataConfig(source=str(file), loss=Loss.ANSWERS)
+        (row,) = answer_rows(read_examples(data, of), of, 400)
+        return str(of.decode([one for one in row["labels"] if one != -100]))
+
+    assert counted(1, 1) == "".join(wanted)
+    assert [counted(0, 1), counted(1, 0)] == [wanted[1], wanted[0]]
+    with pytest.raises(DataError, match="without an answer of the assistant that counts"):
+        counted(0, 0)
+
+
+DATES = [user("2024-01-01"), answer("2024-01-02")]
+
+
+@pytest.mark.parametrize("more", [[{}, {}], [{"x": 1}, {"x": "a"}], [{}, {"y": "2024-01-03"}]])
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_a_message_that_is_a_date_stays_as_it_is(
+    kind: str, more: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    of, file = tokenizer_of(CHATML), tmp_path / f"chats.{kind}"
+    chat = [{**a, **b} for a, b in zip(DATES, more, strict=True)]
+
+    def read(chats: list[Any]) -> list[tuple[str]]:
+        rows_of(chats, file)
+        if kind == "json":
+            file.write_text(json.dumps([{"messages": chat} for chat in chats]))
+        return list(read_examples(DataConfig(source=str(file)), of).texts)
+
+    wanted = (of.apply_chat_template(chat, tokenize=False),)
+    assert read([chat, chat]) == [wanted] * 2
+    changed = [user("2024-01-01T00:00:00"), chat[1]]
+    assert read([changed]) == [(of.apply_chat_template(changed, tokenize=False),)] != [wanted]
+
+
+@pytest.mark.parametrize("names", [("prompt", "completion"), ("chosen", "rejected")])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_one_of_several_columns_of_chats_is_named(
+    kind: str, names: tuple[str, str], tmp_path: Path
+) -> None:
+    of, file, chats = tokenizer_of(CHATML), tmp_path / f"chats.{kind}", (TWO[:2], TWO[2:])
+    table = Dataset.from_list([dict(zip(names, chats, strict=True))] * 2)
+    table.to_json(file) if kind == "jsonl" else table.to_parquet(file)
+    with pytest.raises(DataError, match=f"columns {', '.join(names)}: name .* --text-column"):
+        read_examples(DataConfig(source=str(file)), of)
+    for name, chat in zip(names, chats, strict=True):
+        read = read_examples(DataConfig(source=str(file), text_column=name), of)
+        assert list(read.texts) == [(of.apply_chat_template(chat, tokenize=False),)] * 2
+
+
 REFUSED = {
     "a role": (GEMMA, [{"role": "system", "content": "x"}, *TWO], "System role not supported"),
     "an order": (MISTRAL, TWO[1:], "Roles must alternate"),

@@ -19,7 +19,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value, load_dataset
 
 from headprune.config import (
     ConvertConfig,
@@ -79,7 +79,15 @@ DAMAGED = {
     "short.tsv": (b"text\tb\na\t1\nb\n", "short.tsv', line 3: this row has 1 cells"),
     "spaced.csv": (b'text,b\na, "b, c"\n', "spaced.csv', line 2: this row has 3 cells"),
     "said.csv": (b'text\na\n"b" said c\n', "said.csv', line 3: the row .* no CSV"),
-    "mac.csv": (b"text\ra\rb", "mac.csv', line 1: the row .* no CSV"),
+    "mac.csv": (b"text\ra\rb", r"mac.csv', line 1: a carriage return \(CR\) alone"),
+    "mac.tsv": (b"text\tb\ra\tc\r", r"mac.tsv', line 1: a carriage return \(CR\) alone"),
+    "late.csv": (b"text,b\na,1\nb,2\r3,4\n", r"late.csv', line 3: a carriage return \(CR\)"),
+    "excel.csv": (b"sep=;\r\ntext;b\r\na;1\r\n", "excel.csv' begins with Excel's line sep="),
+    "excel.tsv": (b"sep=\t\ntext\tb\na\t1\n", "excel.tsv' begins with .* remove that line"),
+    "columns.json": (pd.DataFrame({"text": ["a"]}).to_json().encode(), "columns.*or JSONL"),
+    "named.json": (b'{"text": ["a", "b"], "label": [0, 1]}', "holds columns.*a list of rows"),
+    "rows.json": (b'[["a", "b"], ["c", "d"]]', "rows without names. Give a list of rows"),
+    "null.json": (b'[null, {"text": "a"}]', "a list of rows"),
     "twice.csv": (b"text,text\na,b\n", "two columns called 'text'"),
     "names.csv": (b"text,label\n", "names.csv' has no rows"),
     "cut.parquet": (b"PAR1garbage", "magic bytes not found"),
@@ -213,6 +221,181 @@ def test_a_column_of_numbers_is_not_taken_for_the_text(score: str, tmp_path: Pat
     (tmp_path / "a.csv").write_text(f",sentence,score\n0,w1 w2,{score}\n1,7,{score}\n")
     assert texts_in(tmp_path / "a.csv") == ["w1 w2", "7"]
     assert texts_in(tmp_path / "a.csv", text_column="score") == [score, score]
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (json.dumps(["a", "b"], indent=1), ["a", "b"]),
+        (json.dumps([{"text": "a"}, {"text": "b"}]), ["a", "b"]),
+        (json.dumps({"text": "a", "of": {"b": 1}}, indent=1), ["a"]),
+        (json.dumps({"id": 1, "text": ["a", "b"]}), ["a b"]),
+        ('{"text": ["a", "b"]}\n{"text": ["c", null]}\n', ["a b", "c "]),
+    ],
+)
+def test_json_is_a_list_of_rows_lines_or_one_row(
+    content: str, texts: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    assert texts_in(tmp_path / "a.json") == texts
+
+
+def in_format(folder: Path, kind: str, columns: dict[str, list[Any]], **types: Any) -> Path:
+    """A table as the library of the format writes it."""
+    file, table = folder / f"a.{kind}", Dataset.from_dict(columns)
+    for name, feature in types.items():
+        table = table.cast_column(name, feature)
+    rows = list(zip(*columns.values(), strict=True))
+    if kind in ("csv", "tsv"):
+        text = io.StringIO()
+        to = csv.writer(text, delimiter="\t" if kind == "tsv" else ",", lineterminator="\n")
+        to.writerow(columns)
+        to.writerows([c if isinstance(c, str) else json.dumps(c) for c in row] for row in rows)
+        file.write_text(text.getvalue())
+    elif kind in ("json", "jsonl"):
+        rows_of = [dict(zip(columns, row, strict=True)) for row in rows]
+        lines = map(json.dumps, rows_of)
+        file.write_text(json.dumps(rows_of) if kind == "json" else "\n".join(lines))
+    elif kind == "parquet":
+        table.to_parquet(file)
+    else:
+        table.save_to_disk(folder / "saved")
+        (saved,) = (folder / "saved").glob("*.arrow")
+        saved.rename(file)
+    return file
+
+
+KINDS = ["csv", "tsv", "json", "jsonl", "parquet", "arrow"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_empty_text_is_none_in_any_file(kind: str, tmp_path: Path) -> None:
+    columns = {"text": ["a", "", " b"], "more": ["", "x", "y"], "l": ["0", "1", "2"]}
+    data = DataConfig(source=str(in_format(tmp_path, kind, columns)), label_column="l")
+    with pytest.warns(HeadpruneWarning, match="1 of 3 rows have no text in text"):
+        examples = read_examples(data)
+    assert (list(examples.texts), [*(examples.labels or ())]) == ([("a",), (" b",)], ["0", "2"])
+    with pytest.warns(HeadpruneWarning, match="2 of 3 rows have no text in text or more"):
+        pairs = read_examples(data.model_copy(update={"text_column": "text,more"}))
+    assert list(pairs.texts) == [(" b", "y")]
+    labelled = data.model_copy(update={"text_column": "l", "label_column": "more"})
+    with pytest.raises(DataError, match="--label-column more: 1 rows of .* no label"):
+        read_examples(labelled)
+
+
+LABELS: dict[str, tuple[list[Any], Any]] = {
+    "booleans": ([True, False], Value("bool")),
+    "few bits": ([0.1, 2.5, 1e-7], Value("float32")),
+    "many bits": ([0.1, 1 / 3, 123456.789], Value("float64")),
+    "integers": ([2**53 + 1, -(2**62) - 1], Value("int64")),
+    "digits": (["12345678901234567890123", "007"], Value("string")),
+    "lists of booleans": ([[True, False], [False]], List(Value("bool"))),
+    "lists of few bits": ([[0.1, 1.0], [2.5]], List(Value("float32"))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", LABELS)
+def test_a_label_is_written_alike_in_any_file(case: str, kind: str, tmp_path: Path) -> None:
+    labels, feature = LABELS[case]
+
+    def read(labels: list[Any]) -> list[str]:
+        columns = {"text": ["w1"] * len(labels), "l": labels}
+        file = in_format(tmp_path, kind, columns, l=feature)
+        data = DataConfig(source=str(file), text_column="text", label_column="l")
+        return list(read_examples(data).labels or ())
+
+    wanted = [x if isinstance(x, str) else json.dumps(x) for x in labels]
+    assert read(labels) == wanted
+    shutil.rmtree(tmp_path / "saved", ignore_errors=True)
+    assert read(labels[::-1]) == wanted[::-1] != wanted
+
+
+@pytest.mark.parametrize("label", [12345678901234567890123, 2**53 + 1, -(2**53)])
+def test_a_whole_number_that_was_rounded_is_refused(label: int, tmp_path: Path) -> None:
+    def read(*labels: float) -> list[str]:
+        lines = (json.dumps({"text": "a", "l": one}) for one in labels)
+        (tmp_path / "a.jsonl").write_text("\n".join(lines))
+        data = DataConfig(source=str(tmp_path / "a.jsonl"), label_column="l")
+        return list(read_examples(data).labels or ())
+
+    with pytest.raises(DataError, match="--label-column l: .* beyond 2.*Write .* as strings"):
+        read(0.5, label)  # a column of fractions is one of float64
+    assert read(0.5, 2**53 - 1) == ["0.5", str(2**53 - 1)]
+
+
+@pytest.mark.parametrize("number", [-1, -100, 2])
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_number_of_no_class_is_refused(
+    kind: str, several: bool, number: int, tmp_path: Path
+) -> None:
+    names = ClassLabel(names=["O", "B-PER"])
+    feature = List(names) if several else names
+
+    def read(value: int) -> list[str]:
+        labels = [[0, value], [1]] if several else [0, value]
+        table = Dataset.from_dict({"text": ["a b", "c"], "l": labels})
+        raw = List(Value("int64")) if several else Value("int64")
+        schema = Features({"text": Value("string"), "l": feature}).arrow_schema
+        cast = table.cast(Features({"text": Value("string"), "l": raw})).data.table
+        told = cast.replace_schema_metadata(schema.metadata)
+        file = tmp_path / f"a.{kind}"
+        if kind == "parquet":
+            pq.write_table(told, file)
+        else:
+            with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, told.schema) as out:
+                out.write_table(told)
+        data = DataConfig(source=str(file), text_column="text", label_column="l")
+        return list(read_examples(data).labels or ())
+
+    wanted = [json.dumps(names.int2str(x)) for x in ([0, 1], [1])] if several else ["O", "B-PER"]
+    assert read(1) == wanted
+    with pytest.raises(DataError, match="none of the labels O, B-PER. Give labelled data"):
+        read(number)
+
+
+DATES: dict[str, list[Any]] = {
+    "texts": ["2024-01-01", "2024-01-02T03:04"],
+    "words": [["2024-01-01", "2024-01-02 03:04:05"], ["2024-01-03"]],
+    "no words": [["2024-01-01"], []],
+}
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+@pytest.mark.parametrize("case", DATES)
+def test_a_text_of_dates_stays_as_it_is(case: str, kind: str, tmp_path: Path) -> None:
+    def read(cells: list[Any]) -> list[str]:
+        file = in_format(tmp_path, kind, {"text": cells, "l": cells})
+        examples = read_examples(DataConfig(source=str(file), label_column="l"))
+        assert [*(examples.labels or ())] == [
+            x if isinstance(x, str) else json.dumps(x) for x in cells
+        ]
+        return [text for (text,) in examples.texts]
+
+    def wanted(cells: list[Any]) -> list[str]:
+        return [cell if isinstance(cell, str) else " ".join(cell) for cell in cells]
+
+    cells = DATES[case]
+    assert read(cells) == wanted(cells)
+    changed = json.loads(json.dumps(cells).replace("01-01", "01-01 00:00:00"))
+    assert read(changed) == wanted(changed) != wanted(cells)
+
+
+def test_rows_that_a_quote_may_have_swallowed_are_said(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    rows = [("text", "label"), ("said he,1\nb,2\nc", "3"), ("d", "4"), ('e, "f",5\ng', "6")]
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    file.write_text(text.getvalue())
+    with pytest.warns(HeadpruneWarning, match=r"a.csv', line 2: .* \(of 2 such rows the first"):
+        assert texts_in(file, text_column="text") == [row[0] for row in rows[1:]]
+    file.write_text('text,label\n"Dear all,\nthanks\nfor\nit",1\n"b\nc",2\n')
+    with warnings.catch_warnings():
+        assert texts_in(file, text_column="text") == ["Dear all,\nthanks\nfor\nit", "b\nc"]
+    file.write_text('text\n"a, b\nc, d"\n')  # a column alone has no separators
+    with warnings.catch_warnings():
+        assert texts_in(file) == ["a, b\nc, d"]
 
 
 def test_tables_of_a_folder_have_the_same_columns(tmp_path: Path) -> None:

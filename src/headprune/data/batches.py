@@ -433,7 +433,7 @@ def label_parts(label: str, ids: dict[str, int]) -> list[str]:
     if label.startswith("["):
         with suppress(ValueError):
             several = json.loads(label)
-    return [str(part).strip() for part in several]
+    return [(p if isinstance(p, str) else json.dumps(p)).strip() for p in several]
 
 
 def _class_numbers(rows: Iterable[Iterable[str]], ids: dict[str, int]) -> dict[str, int]:

@@ -7,19 +7,28 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 from datasets import Dataset
 
 from headprune.errors import DataError
 
-Messages = Sequence[Mapping[str, Any]]
+BESIDE = ("system", "tools")  # columns
+Place = tuple[int, int, bool]
 
 _SAID = {"content", "value"}
 _ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT
 _MARKS = tuple(map(chr, range(0xE000, 0xF900)))  # for private use: no text has all of them
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Chat(NamedTuple):
+    """Messages, and what stands beside them: a system message, and tools in JSON or as a list."""
+
+    messages: Sequence[Mapping[str, Any]]
+    system: str | None = None
+    tools: Any = None
 
 
 def holds_chats(table: Dataset, column: str) -> bool:
@@ -35,7 +44,13 @@ def holds_chats(table: Dataset, column: str) -> bool:
     return isinstance(first, list) and isinstance(first[0], dict) and bool(_SAID & first[0].keys())
 
 
-def chat_text(messages: Messages, tokenizer: Any, source: str, asks: bool = False) -> str:
+def chats_of(batch: Mapping[str, list[Any]], column: str) -> Iterator[Chat]:
+    """Yield the chats of a column, with what stands beside them in ``system`` and ``tools``."""
+    beside = (batch.get(name) or [None] * len(batch[column]) for name in BESIDE)
+    yield from map(Chat, batch[column], *beside)
+
+
+def chat_text(chat: Chat, tokenizer: Any, source: str, asks: bool = False) -> str:
     """Return a chat as text, by the template of a tokenizer.
 
     Messages have ``role`` and ``content``, or ``from`` and ``value`` as of ShareGPT. ``asks``: the
@@ -50,65 +65,97 @@ def chat_text(messages: Messages, tokenizer: Any, source: str, asks: bool = Fals
             "that chats, or write each chat as one text."
         )
     try:
-        chat = _named(messages)
-        asks = asks and chat[-1].get("role") != "assistant"
-        text: str = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=asks)
+        named, how = _named(chat), _how(chat)
+        asks = asks and named[-1].get("role") != "assistant"
+        how |= {"tokenize": False, "add_generation_prompt": asks}
+        text: str = tokenizer.apply_chat_template(named, **how)
     except Exception as error:  # a template raises errors of its own
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(f"'{source}': the chat template takes no such messages: {first}") from None
     return text
 
 
-def answer_places(messages: Messages, tokenizer: Any, source: str) -> str:
+def answer_places(chat: Chat, tokenizer: Any, source: str) -> str:
     """Return the places of the assistant's answers in a chat's text, as JSON.
 
-    A place is a start, an end, and whether the next token counts because it ends the answer.
+    A place is a start, an end, and whether the next token counts because it ends the answer. An
+    answer of weight 0, as of OpenAI, has none.
 
     Raises:
         DataError: If there is no answer, or the template does not say where one stands.
     """
-    text, chat = chat_text(messages, tokenizer, source), _named(messages)
-    if _GENERATION.search(tokenizer.get_chat_template()):
-        places = list(_marked(chat, tokenizer))
+    text, named, how = chat_text(chat, tokenizer, source), _named(chat), _how(chat)
+    answers = [n for n, message in enumerate(named) if message.get("role") == "assistant"]
+    muted = [n for n in answers if named[n].get("weight") == 0]
+    if _GENERATION.search(tokenizer.get_chat_template(tools=how["tools"])):
+        without = list(_probed(named, muted, text, tokenizer, source, how))
+        places = list(_marked(named, without, tokenizer, how))
     else:
-        places = list(_probed(chat, text, tokenizer, source))
+        counted = [n for n in answers if n not in muted]
+        places = list(_probed(named, counted, text, tokenizer, source, how))
     if not places:
         raise DataError(
-            f"'{source}' has a chat without an answer of the assistant, {text[:40]!r}. Leave it "
-            "out."
+            f"'{source}' has a chat without an answer of the assistant that counts, "
+            f"{text[:40]!r}. Leave it out."
         )
     return json.dumps(places)
 
 
-def _named(messages: Messages) -> list[dict[str, Any]]:
-    """Return messages with ``role`` and ``content``; nothing else is changed."""
-    return [
+def _how(chat: Chat) -> dict[str, Any]:
+    """Return the tools for a template, which some files hold as JSON."""
+    return {
+        "tools": (json.loads(chat.tools) if isinstance(chat.tools, str) else chat.tools) or None
+    }
+
+
+def _named(chat: Chat) -> list[dict[str, Any]]:
+    """Return messages with ``role`` and ``content``; nothing else is changed.
+
+    A system message that stands beside them comes first, unless they begin with one.
+    """
+    messages = [
         {"role": _ROLES.get(one["from"], one["from"]), "content": one["value"]}
         | {key: value for key, value in one.items() if key not in ("from", "value")}
         if "from" in one and "value" in one
         else dict(one)
-        for one in messages
+        for one in chat.messages
     ]
+    if not chat.system or (messages and messages[0].get("role") == "system"):
+        return messages
+    return [{"role": "system", "content": chat.system}, *messages]
 
 
-def _marked(chat: list[dict[str, Any]], tokenizer: Any) -> Iterator[tuple[int, int, bool]]:
+def _marked(
+    chat: list[dict[str, Any]], without: list[Place], tokenizer: Any, how: dict[str, Any]
+) -> Iterator[Place]:
     """Yield places between ``{% generation %}`` and ``{% endgeneration %}``."""
     tokens = tokenizer.apply_chat_template(
         chat,
+        **how,
         return_dict=True,
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True},
     )
     pairs = zip(tokens["assistant_masks"], tokens["offset_mapping"], strict=True)
-    for counts, run in groupby(pairs, key=lambda pair: bool(pair[0])):
+
+    def counted(pair: tuple[int, tuple[int, int]]) -> bool:
+        marked, (at, _) = pair
+        return bool(marked) and not any(start <= at < end + more for start, end, more in without)
+
+    for counts, run in groupby(pairs, key=counted):
         places = [place for _, place in run]
         if counts:
             yield places[0][0], places[-1][1], False
 
 
 def _probed(
-    chat: list[dict[str, Any]], text: str, tokenizer: Any, source: str
-) -> Iterator[tuple[int, int, bool]]:
+    chat: list[dict[str, Any]],
+    answers: list[int],
+    text: str,
+    tokenizer: Any,
+    source: str,
+    how: dict[str, Any],
+) -> Iterator[Place]:
     """Yield places by rendering the chat anew: up to an answer, and with a sign instead of it.
 
     An answer begins where the template asks for it (``add_generation_prompt``); where it never
@@ -120,7 +167,7 @@ def _probed(
 
     def render(some: list[dict[str, Any]], **options: bool) -> str | None:
         try:
-            rendered: str = tokenizer.apply_chat_template(some, tokenize=False, **options)
+            rendered: str = tokenizer.apply_chat_template(some, tokenize=False, **how, **options)
         except Exception:  # a template may refuse a part of a chat
             return None
         return rendered
@@ -129,10 +176,8 @@ def _probed(
     def first(count: int, asks: bool = False) -> str | None:
         return text if count == len(chat) else render(chat[:count], add_generation_prompt=asks)
 
-    for number, message in enumerate(chat):
-        if message.get("role") != "assistant":
-            continue
-        parts = isinstance(message.get("content"), list)
+    for number in answers:
+        parts = isinstance(chat[number].get("content"), list)
         instead = {
             "role": "assistant",
             "content": [{"type": "text", "text": sign}] if parts else sign,

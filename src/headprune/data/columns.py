@@ -22,6 +22,7 @@ from headprune.registry import did_you_mean
 
 _MOST_WORDS = 3  # of the name of a column
 _AT_ONCE = 1000  # rows
+_EXACT = 2**53  # a float64 holds every whole number below
 
 
 def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
@@ -51,7 +52,7 @@ def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
         words = [name for name in table.column_names if holds_words(table, name)]
         single = words if len(words) == 1 else []
         texts = [n for n in strings if named or not _holds_numbers(table, n)]
-        columns = chats[:1] or [n for n in texts if n != data.label_column] or single
+        columns = chats or [n for n in texts if n != data.label_column] or single
         if not named and any(map(_is_no_name, table.column_names)):
             raise DataError(
                 f"'{data.source}' has no header row: its first row is "
@@ -101,7 +102,7 @@ def _is_no_name(column: str) -> bool:
 
 
 def without_nulls(table: Dataset, columns: list[str], data: DataConfig) -> Dataset:
-    """Return the rows with a text, and warn of others.
+    """Return the rows with a text, and warn of others; "" is none in any file.
 
     Raises:
         DataError: If a label is missing.
@@ -128,16 +129,39 @@ def without_nulls(table: Dataset, columns: list[str], data: DataConfig) -> Datas
 def _nulls(table: Dataset, columns: list[str]) -> NDArray[np.bool_]:
     batches = table.select_columns(columns).with_format("arrow").iter(_AT_ONCE)
     masks = [
-        np.any([pc.is_null(batch[name]).to_numpy() for name in columns], axis=0)
-        for batch in batches
+        np.any([_is_empty(batch[name]).to_numpy() for name in columns], axis=0) for batch in batches
     ]
     return np.concatenate([np.zeros(0, np.bool_), *masks])
+
+
+def _is_empty(cells: pa.ChunkedArray) -> pa.ChunkedArray:
+    strings = pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)
+    return pc.equal(pc.fill_null(cells, ""), "") if strings else pc.is_null(cells)
 
 
 def label_texts(table: Dataset, column: str) -> Callable[[dict[str, list[Any]]], list[str]]:
     """Return a function from rows to their labels as strings, by name where classes have one."""
     feature = table.features[column]
-    several = getattr(getattr(feature, "feature", None), "names", None)  # classes of a row
+    kind = getattr(feature, "feature", feature)  # of each label of a row
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(one) for one in value]
+        if isinstance(kind, ClassLabel):
+            return str(kind.int2str(value))
+        if not isinstance(value, float):
+            return value
+        if value.is_integer() and abs(value) >= _EXACT:
+            raise DataError(
+                f"--label-column {column}: {value:.0f} is beyond 2**53, where numbers are rounded. "
+                "Write such labels as strings."
+            )
+        return float(str(np.float32(value))) if getattr(kind, "dtype", "") == "float32" else value
+
+    def written(value: Any) -> str:
+        if isinstance(value, float) and value.is_integer():
+            return str(int(value))
+        return json.dumps(value, default=str) if isinstance(value, bool | list) else str(value)
 
     def texts(batch: dict[str, list[Any]]) -> list[str]:
         values = batch[column]
@@ -145,17 +169,12 @@ def label_texts(table: Dataset, column: str) -> Callable[[dict[str, list[Any]]],
             raise DataError(
                 f"--label-column {column}: a row has no label. Label it or leave it out."
             )
-        if several:
-            values = [[several[number] for number in row] for row in values]
-        if not isinstance(feature, ClassLabel):
-            whole = (int(v) if isinstance(v, float) and v.is_integer() else v for v in values)
-            return [json.dumps(v) if isinstance(v, list) else str(v) for v in whole]
         try:
-            return [str(feature.int2str(value)) for value in values]
+            return [written(plain(value)) for value in values]
         except ValueError:  # test sets without labels have -1 there
             raise DataError(
                 f"--label-column {column}: a row has none of the labels "
-                f"{', '.join(feature.names)}. Give labelled data, such as another split."
+                f"{', '.join(kind.names)}. Give labelled data, such as another split."
             ) from None
 
     return texts

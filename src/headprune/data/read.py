@@ -22,7 +22,7 @@ from datasets import Dataset
 
 from headprune.config import DataConfig
 from headprune.config.data import BUILDERS, Loss, refuse_missing_file, suffix
-from headprune.data.chats import answer_places, chat_text, holds_chats
+from headprune.data.chats import BESIDE, answer_places, chat_text, chats_of, holds_chats
 from headprune.data.columns import label_texts, text_columns, without_nulls
 from headprune.data.files import byte_pieces, text_pieces, visible
 from headprune.data.tables import json_lines, of_tables, with_dates
@@ -177,12 +177,19 @@ def read_examples(data: DataConfig, tokenizer: Any = None) -> Examples:
         table = without_nulls(table, columns, data)
 
         chats = {column for column in columns if holds_chats(table, column)}
+        beside = [name for name in BESIDE if chats and name in table.column_names]
+        of_texts = table.select_columns([*dict.fromkeys([*columns, *beside])])
 
-        def of_column(values: list[Any], column: str) -> list[str]:
+        def of_column(batch: dict[str, list[Any]], column: str) -> list[str]:
             if column not in chats:
-                return [" ".join(one) if isinstance(one, list) else one for one in values]
+                return [
+                    " ".join(w or "" for w in one) if isinstance(one, list) else one
+                    for one in batch[column]
+                ]
             asks = data.pairs and column == columns[0]  # the prompt of a reference
-            return [chat_text(chat, tokenizer, data.source, asks) for chat in values]
+            return [
+                chat_text(chat, tokenizer, data.source, asks) for chat in chats_of(batch, column)
+            ]
 
         def places(batch: dict[str, list[Any]]) -> list[Any]:
             if len(columns) != 1 or not chats:
@@ -190,17 +197,18 @@ def read_examples(data: DataConfig, tokenizer: Any = None) -> Examples:
                     f"--loss answers is of chats, and '{data.source}' holds none: give rows of "
                     "messages with role and content."
                 )
-            return [answer_places(chat, tokenizer, data.source) for chat in batch[columns[0]]]
+            all_of = chats_of(batch, columns[0])
+            return [answer_places(chat, tokenizer, data.source) for chat in all_of]
 
         def texts(batch: dict[str, list[Any]]) -> list[Any]:
-            return list(zip(*(of_column(batch[c], c) for c in columns), strict=True))
+            return list(zip(*(of_column(batch, c) for c in columns), strict=True))
 
         labels: _Rows | None = None
         if data.loss is Loss.ANSWERS:
-            labels = _Rows(table.select_columns(columns), places, data.source)
+            labels = _Rows(of_texts, places, data.source)
         elif (column := data.label_column) is not None:
             labels = _Rows(table.select_columns([column]), label_texts(table, column), data.source)
-        rows = _Rows(table.select_columns(columns), texts, data.source)
+        rows = _Rows(of_texts, texts, data.source)
         examples = Examples(rows, labels, rows_are_documents=True)
         blank = not any(map(str.strip, examples.strings()))
     if blank:

@@ -9,19 +9,23 @@ from __future__ import annotations
 import csv
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset
+from datasets import Dataset, Features, concatenate_datasets
 
 from headprune.config.data import suffix
 from headprune.data.files import stored, text_pieces
-from headprune.errors import DataError
+from headprune.errors import DataError, HeadpruneWarning
 
 _AT_ONCE = 1000  # rows
 _LONGEST = 2**31 - 1  # characters of a cell
+_RETURN = "a carriage return (CR) alone ends no line. Save the file with line ends LF or CRLF."
 _WRONG = {
     ".csv": "Put cells with separators, quotes or line breaks in quotes, and double quotes inside. "
     "A file with tabs, where quotes are characters, is .tsv.",
@@ -76,6 +80,8 @@ def _rows(file: Path) -> Iterator[list[str]]:
     for line, row in _tsv(file) if ending == ".tsv" else _csv(file):
         if row in ([], [""]):
             continue
+        if not count and re.fullmatch("sep=.?", "".join(row), re.IGNORECASE):
+            raise DataError(f"'{file}' begins with Excel's line sep=, no row: remove that line.")
         count = count or len(row)
         if len(row) != count:
             raise DataError(
@@ -87,27 +93,50 @@ def _rows(file: Path) -> Iterator[list[str]]:
 
 def _tsv(file: Path) -> Iterator[tuple[int, list[str]]]:
     for number, line in enumerate(_lines(file), 1):
-        yield number, line.removesuffix("\n").removesuffix("\r").split("\t")
+        row = line.removesuffix("\n").removesuffix("\r")
+        if number == 1 and "\r" in row:
+            raise DataError(f"'{file}', line 1: {_RETURN}")
+        yield number, row.split("\t")
 
 
 def _csv(file: Path) -> Iterator[tuple[int, list[str]]]:
-    lines = _lines(file)
+    lines, read = _lines(file), list[str]()  # of a row
     names = next(lines, "")
     csv.field_size_limit(_LONGEST)
-    separator = max(",;\t|", key=re.sub('"[^"]*"', "", names).count)  # the comma, without any
-    reader = csv.reader(chain([names], lines), delimiter=separator, strict=True)
+    outside = re.sub('"[^"]*"', "", names)
+    separator = max(",;\t|", key=outside.count)  # the comma, without any
+    count, odd = outside.count(separator), list[int]()
+
+    def noted() -> Iterator[str]:
+        for line in chain([names], lines):
+            read.append(line)
+            yield line
+
+    reader = csv.reader(noted(), delimiter=separator, strict=True)
     while True:
         begins = reader.line_num + 1
+        read.clear()
         try:
             row = next(reader)
         except StopIteration:
-            return
+            break
         except csv.Error as error:
+            if "new-line" in str(error):
+                raise DataError(f"'{file}', line {begins}: {_RETURN}") from None
             raise DataError(
                 f"'{file}', line {begins}: the row that begins here is no CSV ({error}). "
                 f"{_WRONG['.csv']}"
             ) from None
+        if len(read) > 1 and count and all(line.count(separator) >= count for line in read):
+            odd.append(begins)
         yield begins, row
+    if odd:
+        warnings.warn(
+            f"'{file}', line {odd[0]}: a cell in quotes spans lines that look like rows of their "
+            f"own (of {len(odd):,} such rows the first). If they are rows, double the quotes.",
+            HeadpruneWarning,
+            stacklevel=2,
+        )
 
 
 def _lines(file: Path) -> Iterator[str]:
@@ -121,24 +150,50 @@ def _lines(file: Path) -> Iterator[str]:
 
 
 def json_lines(file: Path, target: Path) -> Path:
-    """Return a file of JSON as it is, or a list written anew with a row per line."""
-    if not next(text_pieces(file), "").lstrip().startswith("["):
+    """Return a file of JSON as it is, or a list written anew with a row per line.
+
+    Raises:
+        DataError: If it holds columns, or rows that are neither objects nor strings.
+    """
+    start = next(text_pieces(file), "").lstrip()
+    if not start.startswith("[") and (suffix(file) != ".json" or _has_lines(start)):
         return file
     try:
         rows = json.loads("".join(text_pieces(file)))
     except (ValueError, RecursionError):
         return file  # datasets says where it is damaged
+    if isinstance(rows, dict) and not all(map(_is_column, rows.values())):
+        rows = [rows]
+    if not isinstance(rows, list) or not all(isinstance(row, dict | str) for row in rows):
+        raise DataError(
+            f"'{file}' holds columns, or rows without names. Give a list of rows, such as "
+            '[{"text": "..."}], or JSONL.'
+        )
     texts = (row if isinstance(row, dict) else {"text": row} for row in rows)
     target.write_text("".join(f"{json.dumps(row)}\n" for row in texts), encoding="utf-8")
     return target
 
 
+def _has_lines(start: str) -> bool:
+    first, _, more = start.partition("\n")
+    with suppress(ValueError):
+        json.loads(first)
+        return bool(more.strip())
+    return False
+
+
+def _is_column(value: Any) -> bool:
+    """Return whether a value may be a column of rows; a list of objects is a chat."""
+    return isinstance(value, dict | list) and not isinstance(next(iter(value), None), dict)
+
+
 def with_dates(table: Dataset, files: Sequence[Path]) -> Dataset:
     """Return the rows of JSON lines with strings that pyarrow took for dates as strings."""
-    for name, kind in table.features.items():
-        if str(getattr(kind, "dtype", "")).startswith("timestamp"):
+    kinds = re.sub(r'"timestamp\[[^"]*"', '"string"', json.dumps(table.features.to_dict()))
+    for name, kind in Features.from_dict(json.loads(kinds)).items():
+        if kind != table.features[name]:
             rows = (json.loads(line) for file in files for line in _lines(file) if line.strip())
-            cells = [row.get(name) for row in rows]
-            table = table.add_column(f"{name} as text", cells).remove_columns(name)
-            table = table.rename_column(f"{name} as text", name)
+            cells = {name: [row.get(name) for row in rows]}
+            as_text = Dataset.from_dict(cells, Features({name: kind}))
+            table = concatenate_datasets([table.remove_columns(name), as_text], axis=1)
     return table
