@@ -133,13 +133,13 @@ def test_what_cannot_be_told_apart_is_refused(model: Path, chats: Path, tmp_path
         answer_rows(read_examples(data, tokenizer), tokenizer, 64)
     (tmp_path / "text.txt").write_text(tiny.text(100))
     how: dict[str, Any] = {"loss": "answers", "seq_len": 64}
-    with pytest.raises(DataError, match="--loss answers is of chats"):
+    with pytest.raises(DataError, match="loss=answers is of chats"):
         headprune.evaluate(model, data=tmp_path / "text.txt", **how)
     chats.write_text(json.dumps({"messages": chat(0)[:1]}) + "\n")
     with pytest.raises(DataError, match="a chat without an answer"):
         headprune.evaluate(model, data=chats, **how)
     encoder = tiny.save(tiny.model("bert-mlm"), tmp_path / "encoder")
-    with pytest.raises(HeadpruneError, match="--loss answers is of a language model's chats"):
+    with pytest.raises(HeadpruneError, match="loss=answers is of a language model's chats"):
         headprune.evaluate(encoder, data=tmp_path / "text.txt", **how)
     how |= {"data": tmp_path / "text.txt", "target_heads": 4, "steps": 1}
     with pytest.raises(DataError, match="leave it out"):

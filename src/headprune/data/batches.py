@@ -100,7 +100,7 @@ def batches(
     task = task_of(net)
     modality = modality_of(net)
     if data.loss is Loss.ANSWERS and task != "causal-lm":
-        raise DataError("--loss answers is of the chats of language models: leave it out.")
+        raise DataError("loss=answers is of the chats of language models: leave it out.")
     need = config.batch_size if isinstance(config, TrainGatesConfig) else 1
     if modality != "text":
         read = _of_images if modality == "images" else _of_recordings

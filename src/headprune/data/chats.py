@@ -200,7 +200,7 @@ def _probed(
             raise DataError(
                 f"'{source}': the chat template writes an answer in several places or changes what "
                 f"stands around it ({text[:40]!r}), so that answers cannot be told from the rest. "
-                "Leave out --loss answers."
+                "Leave out loss=answers."
             )
         closes = whole is not None and (limit is None or end < limit)
         if closes and (space := to_special.match(text, end)):

@@ -194,7 +194,7 @@ def read_examples(data: DataConfig, tokenizer: Any = None) -> Examples:
         def places(batch: dict[str, list[Any]]) -> list[Any]:
             if len(columns) != 1 or not chats:
                 raise DataError(
-                    f"--loss answers is of chats, and '{data.source}' holds none: give rows of "
+                    f"loss=answers is of chats, and '{data.source}' holds none: give rows of "
                     "messages with role and content."
                 )
             all_of = chats_of(batch, columns[0])

@@ -285,7 +285,7 @@ def answer_rows(
     """
     _refuse_slow(tokenizer, "Answers")
     if examples.labels is None:
-        raise DataError("--loss answers is of chats: give rows of messages with role and content.")
+        raise DataError("loss=answers is of chats: give rows of messages with role and content.")
     seen, places = Seen(tokenizer, vocabulary), iter(examples.labels)
     sizes, lost = TextBytes(tokenizer), 0
 

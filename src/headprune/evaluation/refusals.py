@@ -56,7 +56,7 @@ def refuse_unfit(
             )
     if data.loss is Loss.ANSWERS and (task != "causal-lm" or config.metrics):
         raise HeadpruneError(
-            f"--loss answers is of a language model's chats, without --metric; this is a {kind}."
+            f"loss=answers is of a language model's chats, without --metric; this is a {kind}."
         )
     if task == "ctc" and not config.metrics:
         raise HeadpruneError(f"A {kind} is evaluated by its texts: give --metric wer.")
