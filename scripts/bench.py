@@ -512,6 +512,53 @@ def losses(change: float, spread: float = 0.03) -> Pairs:
     return draw
 
 
+def rare(metric: str, lost: float = 0.05, much: float = 0.8) -> Pairs:
+    """Return pairs: most are alike, some differ a little, and a share loses nearly all.
+
+    Examples have 20 to 60 words, of which a share is right; those of summaries count the same.
+    """
+
+    def columns(kept: Any, words: Any) -> dict[str, Any]:
+        hits = np.rint(kept * words)
+        missed, pairs = words - hits, 2 * words
+        grams = [np.maximum(words - order, 1) for order in range(4)]
+        found = [np.rint(kept ** (order + 1) * of) for order, of in enumerate(grams)]
+        flags = np.eye(2)[np.stack([kept > 0.5, words % 2 == 0]).astype(int)]
+        said, true = np.where(flags[0, :, 1:] > 0, flags[1], 1 - flags[1]), flags[1]
+        made: dict[str, dict[str, Any]] = {
+            "rouge1": {"rouge1_scores": kept},
+            "tag_accuracy": {"tag_hits": hits, "tags": words},
+            "wer": {"word_errors": np.stack([missed, words], axis=1)},
+            "entity_f1": {"entity_counts": np.stack([hits, words, words], axis=1)},
+            "micro_f1": {"label_hits": hits, "labels": pairs},
+            "macro_f1": {"class_counts": np.concatenate([said * true, said, true], axis=1)},
+            "bleu": {"bleu_counts": np.stack([words, words, *found, *grams], axis=1)},
+            "perplexity": {"nll_nats": words * (3.6 + 1 - kept), "tokens": words},
+        }
+        return made[metric]
+
+    def draw(generator: np.random.Generator, n: int) -> tuple[Samples, Samples]:
+        words, chance = generator.integers(20, 61, n).astype(float), generator.random(n)
+        base = generator.uniform(0.9, 1, n)
+        small = np.where(chance < 4 * lost, generator.choice([-0.005, 0.005], n), 0.0)
+        model = base + np.where(chance < lost, -much, small)
+        return Samples(columns(model, words)), Samples(columns(base, words))
+
+    return draw
+
+
+def skewed(change: float) -> Pairs:
+    """Return pairs of losses, those of the model greater by an exponentially distributed number."""
+
+    def draw(generator: np.random.Generator, n: int) -> tuple[Samples, Samples]:
+        tokens, base = np.full(n, 255.0), generator.normal(3.6, 0.3, n)
+        model = base + generator.exponential(math.log1p(change), n)
+        ours, theirs = ({"nll_nats": tokens * loss, "tokens": tokens} for loss in (model, base))
+        return Samples(ours), Samples(theirs)
+
+    return draw
+
+
 SYNTHETIC = (
     ("accuracy >= -0.01", "1 % lost", labels(0, 0.01)),
     ("accuracy >= -0.01", "11 % lost, 10 % gained", labels(0.1, 0.11)),
@@ -523,13 +570,29 @@ SYNTHETIC = (
     ("perplexity <= +2 %", "2 % worse", losses(0.02)),
     ("perplexity <= +2 %", "4 % worse", losses(0.04)),
 )
+_FEW = "1 of 20 loses 80 %"
+RARE = (
+    ("rouge1 >= -0.01", _FEW, rare("rouge1")),
+    ("rouge1 >= -0.04", _FEW, rare("rouge1")),
+    ("tag_accuracy >= -0.04", _FEW, rare("tag_accuracy")),
+    ("wer <= +0.04", _FEW, rare("wer")),
+    ("entity_f1 >= -0.04", _FEW, rare("entity_f1")),
+    ("micro_f1 >= -0.04", _FEW, rare("micro_f1")),
+    ("macro_f1 >= -0.04", "1 of 20 is wrong", rare("macro_f1")),
+    ("bleu >= -1", _FEW, rare("bleu")),
+    ("perplexity <= +2 %", "exponential, 2 % worse", skewed(0.02)),
+    ("perplexity <= +2 %", "1 of 20 loses 0.8 nats", rare("perplexity")),
+)
 
 
 @app.command()
-def check(sizes: str = "3,30,300", seeds: int = 2000) -> None:
+def check(
+    sizes: str = "3,30,300", seeds: int = 2000, rarely: bool = False, metrics: str = ""
+) -> None:
     """Count verdicts on synthetic pairs at a relative limit or beyond it."""
     how, rows = CheckConfig(model="", data=""), []
-    for (text, truth, draw), n in itertools.product(SYNTHETIC, map(int, sizes.split(","))):
+    chosen = [row for row in (RARE if rarely else SYNTHETIC) if row[0].startswith(metrics)]
+    for (text, truth, draw), n in itertools.product(chosen, map(int, sizes.split(","))):
         limit, counts = parse_limit(text), Counter[Verdict]()
         for seed in range(seeds):
             pair = draw(np.random.default_rng([seed, n]), n)

@@ -16,6 +16,8 @@ from accelerate.hooks import remove_hook_from_submodules
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from transformers import PreTrainedModel
 
 import headprune
@@ -181,6 +183,29 @@ def empty(net: PreTrainedModel) -> Any:
     return net.to("meta")
 
 
+def normed(net: PreTrainedModel) -> Any:
+    """With a weight that torch computes from others, as in training."""
+    weight_norm(_queries(net)[1])
+    return net
+
+
+def spectral(net: PreTrainedModel) -> Any:
+    """The same, in the older form."""
+    nn.utils.spectral_norm(_queries(net)[1])
+    return net
+
+
+def masked(net: PreTrainedModel) -> Any:
+    """With a mask of torch."""
+    prune.l1_unstructured(_queries(net)[1], "weight", amount=0.3)
+    return net
+
+
+def in_eight_bits(net: PreTrainedModel) -> Any:
+    """Without the bits to compute with."""
+    return net.to(torch.float8_e4m3fn)
+
+
 def other(net: PreTrainedModel) -> Any:
     """Another kind of module."""
     return nn.Sequential(net.lm_head)
@@ -192,6 +217,11 @@ def other(net: PreTrainedModel) -> Any:
         (adapted, "PeftModel holds adapters of peft. Give the model that its merge_and_unload"),
         (with_adapter, "LlamaForCausalLM holds adapters of peft"),
         (empty, "'model.embed_tokens.weight' of the LlamaForCausalLM is on the meta device"),
+        *(
+            (make, "'model.layers.1.self_attn.q_proj' of the LlamaForCausalLM computes its weights")
+            for make in (normed, spectral, masked)
+        ),
+        (in_eight_bits, r"embed_tokens.weight' of the Llama.* is quantised \(torch.float8_e4m3fn"),
         (other, "A Sequential is no model of transformers"),
     ],
 )

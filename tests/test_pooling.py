@@ -15,7 +15,7 @@ from headprune.config import DataConfig, EvaluateConfig
 from headprune.errors import CheckpointError, FamilyError
 from headprune.evaluation import quality
 from headprune.evaluation.loaded import load
-from headprune.model.embedding import head_of, recipe_of
+from headprune.model.embedding import head_of, read_as_embedded, recipe_of
 from headprune.model.losses import divergence
 from tests import classes, tiny
 
@@ -131,6 +131,7 @@ def test_older_files_say_it_by_flags(mode: str, tmp_path: Path) -> None:
             "truncation False",
         ),
         ((), {"sentence_bert_config.json": {"config_args": {"is_decoder": True}}}, "is_decoder"),
+        ((), {OF_POOLING: {"pooling_mode_entmax": True}}, "made by pooling_mode_entmax True"),
     ],
 )
 def test_what_is_not_followed_is_refused_by_name(
@@ -138,6 +139,41 @@ def test_what_is_not_followed_is_refused_by_name(
 ) -> None:
     with pytest.raises(FamilyError, match=why):
         embedded(described(tmp_path / "model", files, *further))
+
+
+@pytest.mark.filterwarnings("ignore")  # of sentence-transformers
+@pytest.mark.parametrize(
+    "order", [("Pooling", "Transformer"), ("Normalize", "Transformer", "Pooling")]
+)
+def test_modules_in_an_order_that_the_library_does_not_take(
+    order: tuple[str, ...], tmp_path: Path
+) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    folder = described(tmp_path / "model", {}, "Normalize")
+    file = folder / "modules.json"
+    by_kind = {each["type"].rpartition(".")[2]: each for each in json.loads(file.read_text())}
+    file.write_text(json.dumps([by_kind[kind] for kind in order]))
+    with pytest.raises((KeyError, TypeError, AttributeError, ValueError)):
+        library.SentenceTransformer(str(folder), device="cpu").encode(TEXTS)
+    with pytest.raises(FamilyError, match=f"made by {', '.join(order)} in this order"):
+        embedded(folder)
+
+
+def test_a_folder_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = {
+        mode: described(tmp_path / mode, {OF_POOLING: {"pooling_mode": mode}})
+        for mode in ("cls", "max")
+    }
+    models = {}
+    for mode, folder in folders.items():
+        monkeypatch.chdir(folder)
+        models[mode] = headprune.from_pretrained(".")
+        assert recipe_of(models[mode]).pooling == (mode,)
+    assert recipe_of(models["cls"]).pooling == ("cls",)  # as when it was loaded
+    (folders["max"] / OF_POOLING).write_text(json.dumps({"pooling_mode": "lasttoken"}))
+    (folders["max"] / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 6}))
+    assert recipe_of(headprune.from_pretrained(folders["max"])).pooling == ("lasttoken",)
+    assert read_as_embedded(tiny.tokenizer(), folders["max"]).model_max_length == 6
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:

@@ -126,12 +126,45 @@ def test_other_searches_are_refused(case: str, name: str) -> None:
         ("repetition_penalty", -1.0, "`penalty` has to be a strictly positive float"),
         ("num_beams", 0, "by zero"),
         ("stop_strings", ["w5"], "substring not found"),  # this tokenizer has no pieces of words
+        ("early_stopping", "maybe", "must be a boolean or 'never'"),
+        ("suppress_tokens", ["w5"], "too many dimensions"),
+        ("forced_eos_token_id", 99_999, "forced_eos_token_id is 99999, and the vocabulary has 65"),
+        ("forced_eos_token_id", [7, 99_999], r"forced_eos_token_id is \[7, 99999\]"),
+        ("forced_bos_token_id", -1_000, "forced_bos_token_id is -1000, and the vocabulary"),
+        ("forced_bos_token_id", "w5", "forced_bos_token_id is w5, and the vocabulary"),
+        ("decoder_start_token_id", 65, "decoder_start_token_id is 65, and the vocabulary"),
+        ("pad_token_id", 65, "pad_token_id is 65, and the vocabulary"),
     ],
 )
-def test_what_transformers_does_not_take_is_quoted(name: str, value: Any, why: str) -> None:
-    net = stored(tiny.model("llama-gqa"), **{name: value})
+@pytest.mark.parametrize("case", CASES)
+def test_what_transformers_does_not_take_is_quoted(
+    case: str, name: str, value: Any, why: str
+) -> None:
+    net = stored(tiny.model(case), **{name: value})
     with pytest.raises(CheckpointError, match=f"does not write with the settings in .*: .*{why}"):
         write(net, PROMPTS, tiny.tokenizer(), 4, NEW)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("name", "value"), [("eos_token_id", [3, 99_999]), ("pad_token_id", -1)])
+def test_ends_that_the_vocabulary_lacks_never_come(case: str, name: str, value: Any) -> None:
+    net, tokenizer = stored(tiny.model(case)), tiny.tokenizer()
+    wanted = by_transformers(net, tokenizer, PROMPTS)
+    assert write(stored(net, **{name: value}), PROMPTS, tokenizer, 4, NEW) == wanted
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pad", [1, 9])
+def test_what_fills_a_batch_behind_an_end_is_no_text(case: str, pad: int) -> None:
+    net, tokenizer = stored(tiny.model(case)), tiny.tokenizer()
+    texts = by_transformers(net, tokenizer, PROMPTS)
+    words = [text.split() for text in texts]
+    (end,) = tokenizer.convert_tokens_to_ids([max(words, key=len)[1]])
+    stored(net, eos_token_id=end, pad_token_id=pad)
+    wanted = by_transformers(net, tokenizer, PROMPTS)
+    assert write(net, PROMPTS, tokenizer, 5, NEW) == wanted
+    lengths = {len(text.split()) for text in wanted}
+    assert len(lengths) > 1  # some are over before others, and are filled up
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -74,7 +74,8 @@ def _model(net: Any, tokenizer: Any, folder: Path) -> Path:
     """Write a model with its tokenizer.
 
     Raises:
-        HeadpruneError: If it is none of transformers, lacks weights, or cannot be written.
+        HeadpruneError: If it is none of transformers, lacks weights, computes them, or cannot be
+            written.
     """
     from transformers import AutoTokenizer
 
@@ -101,6 +102,7 @@ def _model(net: Any, tokenizer: Any, folder: Path) -> Path:
 
 def _unwrapped(net: Any) -> Any:
     """Return the model in wrappers of torch: of ``compile``, and for several processes."""
+    from torch.nn.utils.parametrize import is_parametrized
     from transformers import PreTrainedModel
 
     while not isinstance(net, PreTrainedModel) and {"_orig_mod", "module"} & {*net._modules}:
@@ -115,6 +117,15 @@ def _unwrapped(net: Any) -> Any:
             f"A {type(net).__name__} is no model of transformers (PreTrainedModel). Give one, or "
             "the folder of one."
         )
+    for name, module in net.named_modules():
+        homes = [type(hook).__module__ for hook in module._forward_pre_hooks.values()]
+        # the hooks are those of the older norms, and of masks
+        if is_parametrized(module) or any(home.startswith("torch.nn.utils.") for home in homes):
+            raise HeadpruneError(
+                f"'{name}' of the {type(net).__name__} computes its weights from others (a "
+                "parametrization, a norm or a mask of torch). Put the result into the module, as "
+                "remove_parametrizations does, and give the model again."
+            )
     return net
 
 
@@ -135,7 +146,7 @@ def _weights(net: Any) -> dict[str, Any]:
     """Return the tensors of a model; copies where several share memory and are not tied.
 
     Raises:
-        HeadpruneError: If some have no numbers.
+        HeadpruneError: If some have no numbers, or too few bits.
     """
     from accelerate.utils.modeling import get_state_dict_offloaded_model
 
@@ -148,6 +159,11 @@ def _weights(net: Any) -> dict[str, Any]:
             raise HeadpruneError(
                 f"'{name}' of the {type(net).__name__} is on the meta device, without numbers. "
                 "Load its weights first."
+            )
+        if tensor.is_floating_point() and tensor.dtype.itemsize < 2:
+            raise HeadpruneError(
+                f"'{name}' of the {type(net).__name__} is quantised ({tensor.dtype}). Give the "
+                "unquantised model that it was made from, and quantise the result."
             )
         owner = owners.setdefault(tensor.untyped_storage().data_ptr(), name)
         if owner != name and name not in net.all_tied_weights_keys:

@@ -11,16 +11,19 @@ With few draws these intervals are too short; their tails are moved out as far a
 wider than the normal distribution (Hesterberg 2015, arXiv 1411.5279, section 5.3: expanded
 percentiles). Of fewer than ten, the interval is Student's with the jackknife's standard error.
 
-Shares of successes have no bootstrap: no resample can show an outcome that the sample lacks. Each
-end counts one more pair, the best or the worst possible (Gaffke 2005; Learned-Miller and Thomas
-2020, arXiv 1905.06208). Of a single share this is the interval of Clopper and Pearson.
+No resample can show an outcome that the sample lacks. Of values with a lowest and a highest one,
+each end therefore counts one more pair, the best or the worst possible, and weights are drawn
+instead of examples (Gaffke 2005; Learned-Miller and Thomas 2020, arXiv 1905.06208). Of a single
+share this is the interval of Clopper and Pearson. Where the examples of a metric differ in length,
+the further one has their mean length. Losses have no highest value: there, one more run counts that
+is twice as far off as the farthest, where models are compared. What no run hints at stays unseen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +34,10 @@ from headprune.data.text import evenly
 
 Numbers = NDArray[np.int64]
 Outcomes = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 # Maps indices of sequences, shape (..., sequences), to one number each, shape (...).
 Statistic = Callable[[Numbers], Any]
+Weighted = Callable[[Floats], Any]  # the same of their weights, of mean 1
 
 FEWEST = 10  # draws: resamples of fewer differ too little from each other
 _DRAWN_AT_ONCE = 1 << 18  # indices: more are no faster, and take memory
@@ -143,9 +148,84 @@ def of_shares(
     return Interval(estimate, low, high, confidence, len(ours))
 
 
-def unseen(n: int, confidence: float) -> float:
-    """Return the largest share of examples of a kind that a sample of n may lack."""
-    return float(1 - ((1 - confidence) / 2) ** (1 / n))
+def of_bounded(
+    number: Callable[[Any, Any], Any],
+    sides: Sequence[Weighted],
+    ends: tuple[float, float],
+    n: int,
+    resamples: int,
+    confidence: float,
+    seed: int,
+) -> Interval:
+    """Return the interval of a number of two metrics with a lowest and a highest value.
+
+    Args:
+        number: From the values of model and base to the number.
+        sides: From weights of the examples, of mean 1, to the metric of the model; and of the base.
+        ends: The values of the worst and the best possible example, in either order.
+        n: Number of examples.
+        resamples: Number of drawn weights.
+        confidence: Level, between 0 and 1.
+        seed: Seed of the weights.
+    """
+    drawn: list[list[Any]] = [[], []]
+    with np.errstate(divide="ignore", invalid="ignore"):  # a base of nothing
+        for weights, share in _weights(np.random.default_rng(seed), n, resamples):
+            model, base = ((1 - share) * of(weights) for of in sides)
+            for found, (mine, other) in zip(drawn, (ends, ends[::-1]), strict=True):
+                found.append(number(model + share * mine, base + share * other))
+        estimate = float(number(*(of(np.ones(n)) for of in sides)))
+        tail = (1 - confidence) / 2
+        found = [np.quantile(np.concatenate(one), [tail, 1 - tail]) for one in drawn]
+    return Interval(estimate, float(np.min(found)), float(np.max(found)), confidence, n)
+
+
+def of_skewed(
+    found: Interval,
+    statistic: Statistic,
+    resamples: int,
+    seed: int,
+    documents: Numbers | None = None,
+) -> Interval:
+    """Widen an interval by a further run, twice as far from the estimate as the farthest seen.
+
+    Where a single run has no number, as of a correlation, the interval stays.
+
+    Args:
+        found: The interval.
+        statistic: See ``bootstrap``, as for the others.
+        resamples: Number of drawn weights.
+        seed: Seed of the weights.
+        documents: See ``bootstrap``.
+    """
+    starts = _starts(found.n, documents)
+    with np.errstate(all="ignore"):
+        if len(starts) == found.n:
+            alone = statistic(starts[:, None])
+        else:
+            alone = [float(statistic(run)) for run in np.split(np.arange(found.n), starts[1:])]
+        apart = np.asarray(alone) - found.estimate
+    if not np.isfinite(apart).all():
+        return found
+    tail, far, draws = (1 - found.confidence) / 2, 2 * np.abs(apart).max(), []
+    for weights, share in _weights(np.random.default_rng(seed), len(apart), resamples):
+        inner = (1 - share) * (weights @ (apart - apart.mean())) / len(apart)
+        draws.append((inner - share * far, inner + share * far))
+    below, above = map(np.concatenate, zip(*draws, strict=True))
+    low = found.estimate + float(np.quantile(below, tail))
+    high = found.estimate + float(np.quantile(above, 1 - tail))
+    return replace(found, low=min(found.low, low), high=max(found.high, high))
+
+
+def _weights(
+    generator: np.random.Generator, n: int, resamples: int
+) -> Iterator[tuple[Floats, Floats]]:
+    """Draw weights of n examples, of mean 1, and the share that one further example has."""
+    rows = max(1, _DRAWN_AT_ONCE // n)
+    for done in range(0, resamples, rows):
+        drawn = generator.standard_exponential((min(rows, resamples - done), n + 1))
+        share, seen = drawn[:, n] / drawn.sum(1), drawn[:, :n]
+        yield seen / seen.mean(1, keepdims=True), share
 
 
 def _starts(n: int, documents: Numbers | None) -> Numbers:

@@ -23,9 +23,11 @@ from headprune.evaluation.comparison import (
     Numbers,
     Outcomes,
     Statistic,
+    Weighted,
     bootstrap,
+    of_bounded,
     of_shares,
-    unseen,
+    of_skewed,
 )
 from headprune.registry import Registry
 
@@ -47,7 +49,8 @@ class MetricSpec:
         compared: Comparison with the base; None for none.
         of_two: Whether it needs the original beside the model.
         proportion: Whether it is the share of examples that succeed, each by itself.
-        scale: Its range, where unequal models may agree on an example: labels and written text.
+        scale: Its highest value, where examples have a lowest and a highest one and the metric is a
+            function of their sums; 0 is the lowest.
         in_tables: Whether tables show it beside the file, which holds every metric.
         settings: Settings of ``evaluate`` that decide this metric alone.
     """
@@ -210,8 +213,7 @@ def macro_f1(class_counts: Floats) -> Any:
     """
     right, said, true = np.split(class_counts.sum(-2), 3, axis=-1)
     either = said + true
-    of_class = np.where(either > 0, 2 * right / np.maximum(either, 1), 0.0)
-    return of_class.sum(-1) / np.maximum((either > 0).sum(-1), 1)
+    return _share(2 * right, either, 0.0).sum(-1) / np.maximum((either > 0).sum(-1), 1)
 
 
 @metric(scale=1)
@@ -220,8 +222,7 @@ def micro_f1(label_hits: Floats, labels: Floats) -> Any:
 
     ``labels`` counts predicted and true labels; F1 is 1 where there are none.
     """
-    hits, either = label_hits.sum(-1), labels.sum(-1)
-    return np.where(either > 0, 2 * hits / np.maximum(either, 1), 1.0)
+    return _share(2 * label_hits.sum(-1), labels.sum(-1), 1.0)
 
 
 @metric(scale=1)
@@ -237,7 +238,7 @@ def entity_f1(entity_counts: Floats) -> Any:
     ``entity_counts`` has right, predicted and true entities; shape (..., examples, 3).
     """
     right, said, true = np.moveaxis(entity_counts.sum(-2), -1, 0)
-    return np.where(said + true > 0, 2 * right / np.maximum(said + true, 1), 1.0)
+    return _share(2 * right, said + true, 1.0)
 
 
 @metric()
@@ -278,6 +279,11 @@ def similarity_correlation(a: Floats, b: Floats) -> float:
 
 
 METRICS.freeze()
+
+
+def _share(part: Any, whole: Any, of_none: float) -> Any:
+    """Return a share; ``of_none`` where there is nothing. Weighted counts may be less than 1."""
+    return np.divide(part, whole, out=np.full(np.shape(whole), of_none), where=whole > 0)
 
 
 def _by_sacrebleu(name: str, counts: Floats) -> Any:
@@ -393,6 +399,12 @@ class Samples:
         assert formula is not None  # see ``metrics``
         return lambda i: formula(*(column[i] for column in columns))
 
+    def weighted(self, metric: str) -> Weighted:
+        """Return a metric with a scale as a function of weights, of mean 1."""
+        formula, columns = spec_of(metric).formula, [self.columns[n] for n in columns_of(metric)]
+        assert formula is not None
+        return lambda w: formula(*(x * (w if x.ndim == 1 else w[..., None]) for x in columns))
+
     def value(self, metric: str) -> float:
         """Return a metric of all sequences; NaN or infinite where there is nothing to divide by."""
         with np.errstate(all="ignore"):
@@ -439,15 +451,22 @@ def interval_of(
     mine, base = (None if each is None else each.outcomes(metric) for each in (ours, theirs))
     if mine is not None and (theirs is None or base is not None):
         return of_shares(number, mine, base, resamples, confidence, seed)
-    n, value, other = ours.count(metric), *(s.statistic(metric) for s in (ours, theirs or ours))
+    n, sides, how = ours.count(metric), (ours, theirs or ours), (resamples, confidence, seed)
+    value, other = (side.statistic(metric) for side in sides)
+    if (scale := spec_of(metric).scale) is not None:
+        with np.errstate(all="ignore"):  # error rates and scores of tasks may exceed the scale
+            alone = np.concatenate([of(np.arange(n)[:, None]) for of in (value, other)])
+        alone = alone[np.isfinite(alone)]
+        ends = alone.min(initial=0), alone.max(initial=scale)
+        return of_bounded(number, [side.weighted(metric) for side in sides], ends, n, *how)
     documents = ours.documents_of(metric)
-    found = bootstrap(
-        lambda i: number(value(i), other(i)), n, resamples, confidence, seed, documents
-    )
-    if not math.isclose(found.low, found.high, rel_tol=1e-9, abs_tol=1e-12):
+
+    def statistic(indices: Any) -> Any:
+        return number(value(indices), other(indices))
+
+    found = bootstrap(statistic, n, *how, documents)
+    if n < FEWEST and math.isclose(found.low, found.high, rel_tol=1e-9, abs_tol=1e-12):
+        return replace(found, low=math.nan, high=math.nan)
+    if theirs is None:
         return found
-    if (scale := spec_of(metric).scale) is None:  # models that differ do so in every example
-        return found if n >= FEWEST else replace(found, low=math.nan, high=math.nan)
-    every, reach = np.arange(n), scale * unseen(n, confidence)
-    ends = [float(number(value(every) + move, other(every))) for move in (-reach, reach)]
-    return replace(found, low=min(ends), high=max(ends))
+    return of_skewed(found, statistic, resamples, seed, documents)

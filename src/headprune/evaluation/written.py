@@ -26,7 +26,7 @@ from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation.metrics import METRICS, Floats
 from headprune.evaluation.report import Metric, finite
 from headprune.model.batch import SpeechProcessor, most_tokens, padded, padding_id
-from headprune.model.generation import generated, minds_padding, search_of
+from headprune.model.generation import generated, minds_padding, search_of, until_end
 from headprune.model.placement import on_device
 from headprune.packages import refuse_missing
 from headprune.registry import did_you_mean
@@ -206,7 +206,9 @@ def write(
         CheckpointError: If its stored settings ask for another search.
     """
     continues, search = not model.config.is_encoder_decoder, search_of(model)
-    if minds_padding(search, continues) or (continues and tokenizer.pad_token_id is None):
+    # without an end token, a row goes on behind its stop string until the whole batch stops
+    alone = minds_padding(search, continues) or bool(search.stop_strings)
+    if alone or (continues and tokenizer.pad_token_id is None):
         batch_size = 1
 
     def tokens(**cut: Any) -> list[list[int]]:
@@ -230,7 +232,8 @@ def write(
         some = order[start : start + batch_size]
         batch = padded([{"input_ids": ids[number]} for number in some], padding, side)
         written = generated(model, on_device(model, batch), search, most, tokenizer)
-        texts |= zip(some, tokenizer.batch_decode(written, skip_special_tokens=True), strict=True)
+        rows = until_end(written, search, continues)
+        texts |= zip(some, tokenizer.batch_decode(rows, skip_special_tokens=True), strict=True)
         progress(len(texts), len(prompts))
     return [texts[number] for number in range(len(prompts))]
 
@@ -281,9 +284,10 @@ def transcribe(
         inputs = on_device(model, features_of(recordings, model, processor, numbers))
         if writes:
             ids = generated(model, inputs, search, most, processor.tokenizer)
+            rows = until_end(ids, search, continues=False)
         else:
-            ids = _by_frames(model, inputs)
-        texts += processor.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            rows = _by_frames(model, inputs).tolist()
+        texts += processor.tokenizer.batch_decode(rows, skip_special_tokens=True)
         progress(len(texts), total)
     return texts
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -33,6 +33,10 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_OF_POOLING = (
+    *("pooling_mode", "include_prompt", *_FLAGS),
+    *("word_embedding_dimension", "embedding_dimension"),
+)
 _PACKAGE = "sentence_transformers."
 _SILENT = ("Transformer", "Normalize", "Dropout")  # modules that leave cosines as they are
 _FAMILIES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -94,6 +98,10 @@ class Recipe(NamedTuple):
     unknown: tuple[str, ...] = ()
 
 
+# of models in memory: a folder may be written anew, and a relative name may mean another
+_RECIPES: WeakKeyDictionary[Any, Recipe] = WeakKeyDictionary()
+
+
 def head_of(model: PreTrainedModel) -> Head:
     """Return the task of a model's head, or its poolings.
 
@@ -111,7 +119,9 @@ def recipe_of(model: PreTrainedModel) -> Recipe:
         FamilyError: If a setting is unknown.
         CheckpointError: If a file cannot be read.
     """
-    recipe = _recipe_beside(model.name_or_path)
+    if model not in _RECIPES:
+        _RECIPES[model] = _recipe_beside(model.name_or_path)
+    recipe = _RECIPES[model]
     if recipe.unknown:
         raise FamilyError(
             f"The embedding of '{model.name_or_path}' is made by {' and '.join(recipe.unknown)}, "
@@ -158,7 +168,6 @@ def read_as_embedded(tokenizer: Any, source: str | Path) -> Any:
     return tokenizer
 
 
-@cache
 def _recipe_beside(source: str) -> Recipe:
     modules = _read(source, "modules.json")
     if modules is None:
@@ -179,6 +188,10 @@ def _recipe(source: str, modules: Any) -> Recipe:
     unknown = [kind for kind in types if not kind.startswith(_PACKAGE)]
     unknown += [f"'{kind}'" for kind in paths if kind not in (*_SILENT, "Pooling")]
     of_pooling = _read(source, f"{paths['Pooling']}/config.json") or {}
+    order = [each["type"].rpartition(".")[2] for each in modules]
+    if order[:2] != ["Transformer", "Pooling"] or {*order[2:]} & {*order[:2]}:
+        unknown.append(f"{', '.join(order)} in this order")
+    unknown += [f"{name} {of_pooling[name]!r}" for name in of_pooling if name not in _OF_POOLING]
     given = of_pooling.get("pooling_mode")
     modes = [given] if isinstance(given, str) else given
     modes = modes or [mode for name, mode in _FLAGS.items() if of_pooling.get(name)] or [MEAN]

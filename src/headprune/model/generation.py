@@ -8,6 +8,7 @@ Others ask for another search, and are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from headprune.errors import CheckpointError
+from headprune.model.reading import damage_is
 
 # these change no greedy text, or only by chance
 _LEFT_OUT = {
@@ -39,6 +41,7 @@ _LEFT_OUT = {
 }
 # searches that transformers runs by code from the hub, and one that writes the prompt anew
 _REFUSED = ("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "token_healing")
+_NEVER = ("bos_token_id", "eos_token_id")  # without effect where the vocabulary lacks them
 # they also look at the prompt, where padding would count
 _OF_PROMPTS = {
     **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
@@ -50,7 +53,7 @@ def search_of(model: PreTrainedModel) -> GenerationConfig:
     """Return the stored settings that decide the text of a model without drawing tokens.
 
     Raises:
-        CheckpointError: If they ask for another search.
+        CheckpointError: If they ask for another search, or for a token that is not there.
     """
     stored = model.generation_config.to_dict() if model.generation_config is not None else {}
     refused = [name for name in _REFUSED if stored.get(name)]
@@ -62,7 +65,31 @@ def search_of(model: PreTrainedModel) -> GenerationConfig:
             "generation_config.json, or from config.json where there is none."
         )
     kept = {name: x for name, x in stored.items() if x is not None and name not in _LEFT_OUT}
-    return GenerationConfig(**kept, do_sample=False)
+    head, absent = model.get_output_embeddings(), []
+    size = len(head.weight) if head else model.config.get_text_config(decoder=True).vocab_size
+    for name in [name for name in kept if name.endswith("_token_id")]:
+        ids = kept[name] if isinstance(kept[name], list) else [kept[name]]
+        there = [one for one in ids if isinstance(one, int) and 0 <= one < size]
+        if there == ids:
+            continue
+        if name in _NEVER or ids == [-1]:  # some write -1 for none
+            kept[name] = there or None
+        else:
+            absent.append(f"{name} is {kept[name]}")
+    with _as_stored(model):
+        if absent:
+            raise ValueError(f"{' and '.join(absent)}, and the vocabulary has {size:,} tokens")
+        return GenerationConfig(**kept, do_sample=False)
+
+
+def _as_stored(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Blame the settings for whatever a search raises in a ``with`` block."""
+    return damage_is(
+        lambda why: (
+            f"'{model.name_or_path}' does not write with the settings in its "
+            f"generation_config.json: {why.rstrip('.')}. Correct that file."
+        )
+    )
 
 
 def minds_padding(search: GenerationConfig, continues: bool) -> bool:
@@ -102,13 +129,22 @@ def generated(
     stored = model.generation_config
     model.generation_config = search  # generate takes unset ones from there
     try:
-        ids: Tensor = model.generate(**inputs, generation_config=search, **more)
-    except (ArithmeticError, ImportError, NotImplementedError, TypeError, ValueError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise CheckpointError(
-            f"'{model.name_or_path}' does not write with the settings in its "
-            f"generation_config.json: {first}. Correct that file."
-        ) from error
+        with _as_stored(model):
+            ids: Tensor = model.generate(**inputs, generation_config=search, **more)
     finally:
         model.generation_config = stored
     return ids[:, length:]
+
+
+def until_end(ids: Tensor, search: GenerationConfig, continues: bool) -> list[list[int]]:
+    """Return rows of ids up to their first end: whatever fills a batch behind it is no text.
+
+    An encoder-decoder may begin with the same token.
+    """
+    known, begin = search.eos_token_id, 0 if continues else 1
+    ends = known if isinstance(known, list) else [known]
+
+    def end(row: list[int]) -> int | None:
+        return next((n + 1 for n, one in enumerate(row) if one in ends and n >= begin), None)
+
+    return [row[: end(row)] for row in ids.tolist()]

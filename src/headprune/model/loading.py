@@ -231,8 +231,8 @@ def _does_not_load(model: str | Path, config: PreTrainedConfig, cls: type, why: 
     if "ignore_mismatched_sizes" in why:
         why = "some of its tensors have other shapes than its config describes"
     return needs_package(model, why) or (
-        f"'{model}' does not load as {cls.__name__}: {why}. The folder is incomplete or damaged; "
-        "get it again."
+        f"'{model}' does not load as {cls.__name__}: {why.rstrip('.')}. The folder is incomplete "
+        "or damaged; get it again."
     )
 
 

@@ -2,7 +2,7 @@
 
 passed         the interval lies on the good side
 broken         the interval lies on the bad side
-cannot decide  it holds the bound: more data would tell
+cannot decide  it holds the bound: more data would tell; nor do fewer than ten losses ever pass
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import CheckConfig
 from headprune.errors import CheckpointError, DataError, HeadpruneError
-from headprune.evaluation.comparison import Interval, bootstrap
+from headprune.evaluation.comparison import FEWEST, Interval, bootstrap
 from headprune.evaluation.evaluate import EvaluationRun
 from headprune.evaluation.metrics import (
     Floats,
@@ -147,6 +147,8 @@ def judge(limit: Limit, interval: Interval) -> Judged:
     # one sequence has no interval, nor have resamples with next to nothing to compare with
     if interval.n < 2 or not interval.is_finite:
         pass
+    elif all(ends) and interval.n < FEWEST and _is_boundless(limit):
+        needed = FEWEST
     elif all(ends):
         verdict = Verdict.PASSED
     elif not interval.low <= limit.bound <= interval.high:
@@ -157,6 +159,12 @@ def judge(limit: Limit, interval: Interval) -> Judged:
     if interval.n > 1 and interval.is_finite:
         measured |= {"low": interval.low, "high": interval.high}
     return _judged(limit, interval.estimate, verdict, **measured, n_needed=needed)
+
+
+def _is_boundless(limit: Limit) -> bool:
+    """Return whether a single example may change a metric by any amount, as a loss may."""
+    spec = spec_of(limit.metric) if limit.is_quality else None
+    return spec is not None and not spec.proportion and spec.scale is None
 
 
 def judge_exact(limit: Limit, value: float | Fraction | str) -> Judged:
