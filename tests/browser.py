@@ -1,13 +1,8 @@
 """A real headless Chromium, for what a page does and how it looks."""
 
-from __future__ import annotations
-
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 from selenium import webdriver
@@ -57,10 +52,10 @@ return [document.querySelectorAll("body *").length, found];
 class Browser:
     """A page in Chromium."""
 
-    def __init__(self, driver: Any) -> None:
+    def __init__(self, driver):
         self.driver = driver
 
-    def open(self, page: Path, width: int = 1280, dark: bool = False, media: str = "") -> None:
+    def open(self, page, width=1280, dark=False, media=""):
         """Loads a file at a width, in a colour scheme, on a screen or on paper."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._cdp("Emulation.setEmulatedMedia", {"media": media, "features": [scheme]})
@@ -68,41 +63,41 @@ class Browser:
         self._cdp("Emulation.setDeviceMetricsOverride", size)
         self.driver.get(page.resolve().as_uri())
 
-    def _cdp(self, command: str, arguments: dict[str, Any]) -> None:
+    def _cdp(self, command, arguments):
         self.driver.execute_cdp_cmd(command, arguments)
 
-    def run(self, script: str) -> Any:
+    def run(self, script):
         """The value that some JavaScript returns."""
         return self.driver.execute_script(script)
 
-    def find(self, selector: str) -> Any:
+    def find(self, selector):
         """The first element of a CSS selector."""
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 
-    def all(self, selector: str) -> list[Any]:
+    def all(self, selector):
         """All its elements."""
         return list(self.driver.find_elements(By.CSS_SELECTOR, selector))
 
-    def complaints(self) -> list[str]:
+    def complaints(self):
         """What the console says, errors of the network among it."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
-    def fetched(self) -> list[str]:
+    def fetched(self):
         """What the page loaded beside itself."""
         return list(self.run("return performance.getEntriesByType('resource').map((e) => e.name)"))
 
-    def overflow(self) -> int:
+    def overflow(self):
         """By how many pixels the page is wider than the window."""
         return int(self.run("return document.documentElement.scrollWidth - innerWidth"))
 
-    def low_contrast(self) -> tuple[int, list[Any]]:
+    def low_contrast(self):
         """How many elements were looked at, and texts that can hardly be read."""
         looked_at, found = self.run(_LOW_CONTRAST)
         return looked_at, found
 
 
 @contextmanager
-def started() -> Iterator[Browser]:
+def started():
     """Starts Chromium; skips without it, but where HEADPRUNE_BROWSER says that it must be there."""
     chromium = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
     chromedriver = shutil.which("chromedriver")

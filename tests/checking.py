@@ -7,30 +7,26 @@ Functions within functions are decorated whenever the outer one runs: those
 with shapes are checked by what checked the first of them, the others by mypy.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import beartype
 import jaxtyping
 
-_KNOWN: dict[Any, Callable[..., Any]] = {}
+_KNOWN = {}
 _AXES = re.compile(r"\b(Bool|Complex|Float|Inexact|Int|Num|Real|Shaped|UInt)\d*\[")
 _with_shapes = jaxtyping.jaxtyped
 
 
-def install(modules: Sequence[str]) -> None:
+def install(modules):
     """Has the functions of modules that are imported from now on checked."""
     jaxtyping.jaxtyped = _decorator  # which the hook asks for by name
     jaxtyping.install_import_hook(modules, f"{__name__}.checked")
 
 
-def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+def checked(function):
     """A function that checks its arguments and what it returns."""
     module, name = function.__module__, function.__qualname__
     if "<locals>" not in name:
@@ -45,11 +41,11 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     return _KNOWN[key]
 
 
-def _decorator(*, typechecker: Any) -> Callable[[Any], Any]:
+def _decorator(*, typechecker):
     return functools.partial(_decorated, typechecker)
 
 
-def _decorated(typechecker: Any, thing: Any) -> Any:
+def _decorated(typechecker, thing):
     function = thing.__init__ if dataclasses.is_dataclass(thing) else thing
     if not inspect.isfunction(function):
         return thing

@@ -1,22 +1,18 @@
 """Every class of transformers that its auto mappings give for a supported family."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import torch
 import transformers
-from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from headprune.model.attention import attention_of
 from tests import tiny
 
 
-def classes_of(families: list[str]) -> list[tuple[str, str]]:
+def classes_of(families):
     """Pairs of a family and the name of one of its classes."""
-    pairs: set[tuple[str, str]] = set()
+    pairs = set()
     for mapping in dir(modeling_auto):
         if not mapping.startswith("MODEL") or not mapping.endswith("MAPPING_NAMES"):
             continue
@@ -27,16 +23,16 @@ def classes_of(families: list[str]) -> list[tuple[str, str]]:
     return sorted(pairs)
 
 
-def build(family: str, name: str, **settings: object) -> PreTrainedModel:
+def build(family, name, **settings):
     """A tiny model of a class."""
     torch.manual_seed(0)
     config = tiny.config(family, **settings)
     config.architectures = [name]
-    model: PreTrainedModel = getattr(transformers, name)(config)
+    model = getattr(transformers, name)(config)
     return model.eval()
 
 
-def plan_of_one_unit(model: PreTrainedModel, file: Path) -> Path:
+def plan_of_one_unit(model, file):
     """A plan that removes the first unit of the first module."""
     first = attention_of(model)[0]
     file.write_text(json.dumps({first.path: list(range(first.query_heads // first.kv_heads))}))

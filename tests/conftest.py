@@ -1,14 +1,10 @@
 """Loads the fixtures where tests run."""
 
-from __future__ import annotations
-
 import gc
 import os
 
-import pytest
 
-
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Hides GPUs where none was asked for, and loads the fixtures where they are used."""
     asked = config.getoption("markexpr")
     if "gpu" not in asked or "not gpu" in asked:
@@ -19,6 +15,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.import_plugin("tests.fixtures")
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish():
     """What is imported after the tests may look for who holds its objects."""
     gc.unfreeze()

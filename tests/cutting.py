@@ -1,26 +1,20 @@
 """Uneven plans, and the way from a plan to a proven folder."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
-from transformers import PreTrainedModel
 
 import headprune
 from headprune.model import probes
 from headprune.model.attention import attention_of, identity
 from headprune.model.open import open_model
 from headprune.model.units import default_unit
-from headprune.planning.choose import ChosenCuts, CutRequest, choose, refuse_request
+from headprune.planning.choose import CutRequest, choose, refuse_request
 from headprune.proof import equivalence
 from headprune.schemas.plan import AttentionPlan, Plan
-from headprune.surgery.cut import Cut, cut_heads
+from headprune.surgery.cut import cut_heads
 from headprune.tensors.units import Unit
 
 
-def uneven_plan(model: PreTrainedModel, *empty: int) -> Plan:
+def uneven_plan(model, *empty):
     """Another number of units in every layer, gate values that are not 1, some layers without.
 
     Args:
@@ -47,7 +41,7 @@ def uneven_plan(model: PreTrainedModel, *empty: int) -> Plan:
     return Plan(unit=unit, model=identity(model, "tiny"), attentions=parts)
 
 
-def ragged_plan(model: PreTrainedModel) -> Plan:
+def ragged_plan(model):
     """One head less in the first group of every layer: KV heads with unequal numbers of queries."""
     parts = {
         a.path: AttentionPlan(
@@ -58,7 +52,7 @@ def ragged_plan(model: PreTrainedModel) -> Plan:
     return Plan(unit=Unit.HEAD, model=identity(model, "tiny"), attentions=parts)
 
 
-def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> equivalence.Proof:
+def prove(model, cuts, folder):
     """Gates, cuts, writes, reloads and compares."""
     expected = equivalence.expect(model, cuts)
     cut_heads(model, cuts)
@@ -67,7 +61,7 @@ def prove(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> equivalence.
     return equivalence.conclude(expected, probes.probe(reloaded, expected.inputs))
 
 
-def gap(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> float:
+def gap(model, cuts, folder):
     """How far the reloaded cut is from the gated original: a proof without what measures it."""
     inputs = probes.probe_inputs(model)
     wanted = equivalence.probe_gated(model, cuts, inputs)
@@ -75,23 +69,18 @@ def gap(model: PreTrainedModel, cuts: list[Cut], folder: Path) -> float:
     return equivalence.difference(wanted, probes.probe(_reloaded(model, folder), inputs))
 
 
-def _reloaded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def _reloaded(model, folder):
     model.save_pretrained(folder)
     attn = model.config._attn_implementation
     return headprune.from_pretrained(folder, attn_implementation=attn)
 
 
-def expecting(
-    wanted: probes.Outputs,
-    control: probes.Outputs | None = None,
-    rounding: float = 0.0,
-    dtype: torch.dtype = torch.float32,
-) -> equivalence.Expectation:
+def expecting(wanted, control=None, rounding=0.0, dtype=torch.float32):
     """What a proof compares with, from outputs."""
     return equivalence.Expectation({}, wanted, control, equivalence.Rounding(rounding), dtype)
 
 
-def chosen(folder: Path, scores: Path, **budget: Any) -> ChosenCuts:
+def chosen(folder, scores, **budget):
     """The cut by scores, as prune chooses it."""
     request = CutRequest(scores=scores, **budget)
     refuse_request(request)

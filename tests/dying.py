@@ -5,13 +5,10 @@ what stood at the output right after it, what stood there and beside it once the
 reserved it, and after that run had written it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from headprune.io import writing
@@ -20,7 +17,7 @@ from headprune.io.outputs import claimed, whole_folder, write_whole
 FILES = ("scores.json", "scores.safetensors")
 
 
-def write(output: Path, version: int) -> None:
+def write(output, version):
     """Writes a scores folder of two files that say the same, as far as outputs know scores."""
     fields = ("versions", "model", "unit", "modules", "criteria")
     with claimed(output, overwrite=True), whole_folder(output) as new:
@@ -29,7 +26,7 @@ def write(output: Path, version: int) -> None:
         (new / FILES[1]).write_text(json.dumps({"model": version}))
 
 
-def state(output: Path) -> int | str:
+def state(output):
     """The version that stands whole at an output, or what else there is."""
     if not output.exists():
         return "nothing"
@@ -39,7 +36,7 @@ def state(output: Path) -> int | str:
     return int(one) if one == other else "mixed"
 
 
-def apart(action: Callable[[], None]) -> int:
+def apart(action):
     """Does something in a process of its own; returns the signal that killed it, 0 for none."""
     child = os.fork()
     if child == 0:
@@ -50,11 +47,11 @@ def apart(action: Callable[[], None]) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-def dies(action: Callable[[], None], before: int) -> None:
+def dies(action, before):
     """Does something until so many operations were announced."""
     seen = 0
 
-    def announced(event: str, _: object) -> None:
+    def announced(event, _):
         nonlocal seen
         if event.startswith(("os.", "open", "shutil.", "fcntl.", "ctypes.dlsym")):
             seen += 1
@@ -65,7 +62,7 @@ def dies(action: Callable[[], None], before: int) -> None:
     action()
 
 
-def main(folder: Path, how: str) -> None:
+def main(folder, how):
     """Kills the writer at every point, in a folder of its own each time."""
     if how == "journal":
         writing._exchanged = lambda one, other: False

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ _WAITS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.def
 _WAITS |= {aten.is_nonzero.default, aten._linalg_check_errors.default}
 
 
-def there_is_one() -> bool:
+def there_is_one():
     """Whether this torch can have a device that is written in Python."""
     return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 
@@ -46,7 +45,7 @@ class FarTensor(Tensor):
     near: Tensor
 
     @staticmethod
-    def __new__(cls, near: Tensor) -> FarTensor:
+    def __new__(cls, near):
         return Tensor._make_wrapper_subclass(
             cls,
             near.shape,
@@ -57,39 +56,37 @@ class FarTensor(Tensor):
             device=torch.device("far", 0),
         )
 
-    def __init__(self, near: Tensor) -> None:
+    def __init__(self, near):
         self.near = near
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FarTensor:
+    def __deepcopy__(self, memo):
         return FarTensor(self.near.detach().clone()).requires_grad_(self.requires_grad)
 
     @classmethod
-    def __torch_dispatch__(
-        cls, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
         return _computed(op, args, kwargs or {})
 
 
-def _map(change: Callable[[Any], Any], value: Any) -> Any:
+def _map(change, value):
     """What is given to operations, with every tensor in it changed."""
     if isinstance(value, (list, tuple)):
         return type(value)([_map(change, part) for part in value])
     return change(value) if isinstance(value, Tensor) else value
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
+def _tensors(args, kwargs):
+    found = []
     _map(found.append, (args, tuple(kwargs.values())))
     return found
 
 
-def _is_far(device: Any) -> bool:
+def _is_far(device):
     return device is not None and torch.device(device).type == "far"
 
 
-def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _computed(op, args, kwargs):
     """What an operation gives, on "far" if its inputs lie there or it is asked to."""
     if op is aten._fused_sdp_choice.default:
         return 0  # attention in plain products
@@ -102,10 +99,10 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if op in _COPIES and op is not aten._to_copy.default:
         far = isinstance(args[0], FarTensor)
 
-    def near(value: Tensor) -> Tensor:
+    def near(value):
         return value.near if isinstance(value, FarTensor) else value
 
-    def lifted(value: Tensor) -> Tensor:
+    def lifted(value):
         known = inputs.get(id(value))  # what was changed in place
         if known is not None or not far:
             return value if known is None else known
@@ -119,7 +116,7 @@ def _computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _map(lifted, found)
 
 
-def _refuse_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_mixed(op, args, kwargs):
     """Raises where CUDA would for tensors of two devices."""
     if op in _COPIES:
         return
@@ -138,13 +135,11 @@ def _refuse_mixed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 class _InPython(TorchFunctionMode):
     """What torch does in Python, or in C++ above operations, with data that is no tensor yet."""
 
-    def __init__(self, waited: Callable[[str], None]) -> None:
+    def __init__(self, waited):
         super().__init__()
         self.waited = waited
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func in (torch.tensor, torch.as_tensor) and _is_far(kwargs.get("device")):
             device = kwargs.pop("device")
@@ -166,7 +161,7 @@ class _InPython(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _as_tensors(index: Any) -> Any:
+def _as_tensors(index):
     """An index whose lists are tensors on "far"."""
     if isinstance(index, tuple):
         return tuple(map(_as_tensors, index))
@@ -179,7 +174,7 @@ def _as_tensors(index: Any) -> Any:
 class _Backend(backend_registration._DummyBackendModule):
     """What ``torch.far`` is."""
 
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+    def get_amp_supported_dtype(self):
         return [torch.bfloat16]
 
 
@@ -193,18 +188,16 @@ class Far(TorchDispatchMode):
 
     registered: ClassVar = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.waits: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
+        self.waits = Counter()
+        self.sent = Counter()
         self._in_python = _InPython(self._waited)
         if not Far.registered:
             backend_registration._setup_privateuseone_for_python_backend("far", _Backend())
             Far.registered = True
 
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self._waits(op, args, kwargs):
             self._waited(str(op))
@@ -212,7 +205,7 @@ class Far(TorchDispatchMode):
             self._noted(self.sent, str(op))
         return _computed(op, args, kwargs)
 
-    def _waits(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _waits(self, op, args, kwargs):
         if not any(isinstance(t, FarTensor) for t in _tensors(args, kwargs)):
             return False
         if op is aten._to_copy.default:
@@ -222,30 +215,30 @@ class Far(TorchDispatchMode):
         masks = op in _INDEXING and any(getattr(i, "dtype", 0) is torch.bool for i in args[1])
         return op in _WAITS or masks
 
-    def _sends(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _sends(self, op, args, kwargs):
         if op is aten._to_copy.default:
             return _is_far(kwargs.get("device")) and not isinstance(args[0], FarTensor)
         indices = args[1] if op in _INDEXING and isinstance(args[0], FarTensor) else ()
         return any(i is not None and not isinstance(i, FarTensor) for i in indices)
 
-    def _waited(self, op: str) -> None:
+    def _waited(self, op):
         self._noted(self.waits, op)
 
-    def _noted(self, counter: Counter[str], op: str) -> None:
+    def _noted(self, counter, op):
         frame = sys._getframe()
         while frame is not None and not frame.f_code.co_filename.startswith(OURS):
             frame = frame.f_back
         if frame is not None:
             counter[f"{frame.f_code.co_filename[len(OURS) + 1 :]}:{frame.f_lineno} {op}"] += 1
 
-    def __enter__(self) -> Far:
+    def __enter__(self):
         self._before = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)  # a parameter changes its class
         self._in_python.__enter__()
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         super().__exit__(*error)
         self._in_python.__exit__(*error)
         torch.__future__.set_swap_module_params_on_conversion(self._before)

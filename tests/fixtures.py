@@ -1,7 +1,5 @@
 """Tiny models of every family, made on the spot; jaxtyping and beartype check every call."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,35 +17,32 @@ checking.install([f"headprune.{name}" for name in CHECKED])
 
 import functools
 import gc
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis  # noqa: F401  (it looks through what gc.freeze() hides)
 import pytest
 import torch
 import typer.main
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from tests import tiny
 
 if TYPE_CHECKING:
-    from tests.browser import Browser
+    pass
 
 torch.set_num_threads(1)
 # the commands and their options, which would be made anew for every command that a test runs
 typer.main.get_command = functools.cache(typer.main.get_command)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Whoever takes the fixture needs a browser."""
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker("browser")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Hides what is imported from the collector, which every training calls: millions of objects.
 
     They stay until the end, and to look through them takes longer than a step of training.
@@ -58,26 +53,26 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _quiet_and_seeded() -> None:
+def _quiet_and_seeded():
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
 
 
 @pytest.fixture(params=tiny.CASES)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+def model(request):
     """A tiny model of every case: families x MHA, GQA, MQA."""
     return tiny.model(request.param)
 
 
 @pytest.fixture
-def llama_folder(tmp_path: Path) -> Path:
+def llama_folder(tmp_path):
     """A tiny Llama with its tokenizer, on disk."""
     return tiny.save(tiny.model("llama-gqa"), tmp_path / "llama")
 
 
 @pytest.fixture
-def text_file(tmp_path: Path) -> Path:
+def text_file(tmp_path):
     """2,000 words of the tiny tokenizer's language."""
     path = tmp_path / "text.txt"
     path.write_text(tiny.text(2_000))
@@ -85,7 +80,7 @@ def text_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
+def browser():
     from tests.browser import started  # selenium is for these tests alone
 
     with started() as chromium:

@@ -4,8 +4,6 @@ They are forked from one process that has, and that has done nothing else: Pytho
 Where it matters how a process starts, tests start one from nothing.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -13,10 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.imported"])
@@ -26,14 +22,7 @@ _ROOT = Path(__file__).parents[1]
 class Process:
     """A command that runs; stdin is at its end."""
 
-    def __init__(
-        self,
-        arguments: Sequence[object],
-        *,
-        folder: Path | None = None,
-        environment: Mapping[str, str] | None = None,
-        prepare: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, arguments, *, folder=None, environment=None, prepare=None):
         """Starts it.
 
         Args:
@@ -50,16 +39,16 @@ class Process:
         given = (place, prepare, self.arguments)
         self._process = _started(_act, given)
 
-    def running(self) -> bool:
+    def running(self):
         """Whether it has not ended."""
         return self._process.is_alive()
 
-    def send_signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number):
         """Sends it a signal."""
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
-    def finish(self) -> subprocess.CompletedProcess[str]:
+    def finish(self):
         """Waits for its end; how it was, and what it said."""
         self._process.join()
         code = self._process.exitcode
@@ -69,17 +58,12 @@ class Process:
         return subprocess.CompletedProcess(self.arguments, code, out, err)
 
 
-def headprune(*arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
+def headprune(*arguments, **how):
     """Runs a command of headprune to its end; ``how`` is what Process takes."""
     return Process(arguments, **how).finish()
 
 
-def together(
-    count: int,
-    *arguments: object,
-    folder: Path | None = None,
-    prepare: Callable[[], None] | None = None,
-) -> subprocess.CompletedProcess[str]:
+def together(count, *arguments, folder=None, prepare=None):
     """Runs a command in several processes that find each other as those of torchrun do."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -96,7 +80,7 @@ def together(
     return subprocess.CompletedProcess(done[0].args, code, out, err)
 
 
-def call(function: Callable[..., None], *arguments: Any) -> int:
+def call(function, *arguments):
     """Calls a function of a module in a process of its own; returns the exit code."""
     process = _started(_bare, (dict(os.environ), function, arguments))
     process.join()
@@ -104,7 +88,7 @@ def call(function: Callable[..., None], *arguments: Any) -> int:
     return process.exitcode
 
 
-def _started(target: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+def _started(target, arguments):
     here = Path.cwd()
     os.chdir(_ROOT)  # from where the server, which is started once, can import tests
     try:
@@ -119,10 +103,10 @@ def _started(target: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
 class _Place:
     """Where a process runs: its folder, its environment, the files of what it says."""
 
-    def __init__(self, folder: str, environment: Mapping[str, str], files: list[str]) -> None:
+    def __init__(self, folder, environment, files):
         self.folder, self.environment, self.files = folder, environment, files
 
-    def enter(self) -> None:
+    def enter(self):
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
@@ -133,7 +117,7 @@ class _Place:
         sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8") for number in (1, 2))
 
 
-def _act(place: _Place, prepare: Callable[[], None] | None, arguments: list[str]) -> None:
+def _act(place, prepare, arguments):
     from headprune import app
 
     place.enter()
@@ -143,9 +127,7 @@ def _act(place: _Place, prepare: Callable[[], None] | None, arguments: list[str]
     app.main()
 
 
-def _bare(
-    environment: Mapping[str, str], function: Callable[..., None], arguments: Sequence[Any]
-) -> None:
+def _bare(environment, function, arguments):
     os.environ.clear()
     os.environ.update(environment)
     function(*arguments)

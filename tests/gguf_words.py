@@ -1,9 +1,6 @@
 """Tokenizers that know every byte and cut text as real ones do."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
@@ -16,7 +13,7 @@ SIZE = 310  # of the embeddings of a model that takes them
 _NAMES = {"unk_token": "<unk>", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 
 
-def words(rule: str = "GPT-2") -> PreTrainedTokenizerFast:
+def words(rule="GPT-2"):
     """BPE by one of the rules: special tokens, letters, and a few merges."""
     row = RULES[rule]
     space = "Ġ" if row.name else "▁"
@@ -45,7 +42,7 @@ def words(rule: str = "GPT-2") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, **_NAMES)
 
 
-def _with_offsets(cut: Any) -> Any:
+def _with_offsets(cut):
     """A pre-tokenizer as files have it."""
     if isinstance(cut, dict):
         own = {"trim_offsets": True} if cut.get("type") == "ByteLevel" else {}

@@ -7,8 +7,6 @@ gated original. Prints one JSON line per route: the folder, its name, and what w
 anything. Every folder has a process of its own, forked from one that has imported the libraries.
 """
 
-from __future__ import annotations
-
 import sys
 
 
@@ -16,7 +14,7 @@ class Blocked:
     """An import hook that hides headprune."""
 
     @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
+    def find_spec(name, path=None, target=None):
         if name.split(".")[0] == "headprune":
             raise ImportError(f"{name} is hidden in this process")
 
@@ -34,7 +32,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -52,13 +49,13 @@ LIBRARIES = {
     'accelerate device_map="auto"': "accelerate",
     "lm-eval": "lm_eval.models.huggingface",
 }
-ROUTES: dict[str, Route] = {}
+ROUTES = {}
 
 
-def route(name: str) -> Callable[[Route], Route]:
+def route(name):
     """Registers a route under the name that the table of docs/guides/deploy.md shows."""
 
-    def register(function: Route) -> Route:
+    def register(function):
         ROUTES[name] = function
         return function
 
@@ -68,48 +65,48 @@ def route(name: str) -> Callable[[Route], Route]:
 class Case:
     """A folder, and what its model must compute."""
 
-    def __init__(self, folder: str, auto: str) -> None:
+    def __init__(self, folder, auto):
         self.folder = folder
         self.auto = auto
         expected = load_file(Path(folder).parent / "expected.safetensors")
         self.ids, self.logits = expected["ids"], expected["logits"]
         self.tokens = expected.get("tokens")
 
-    def load(self, where: str | None = None, **kwargs: Any) -> Any:
+    def load(self, where=None, **kwargs):
         """The model by its Auto class."""
         auto = getattr(transformers, self.auto)
         return auto.from_pretrained(where or self.folder, trust_remote_code=True, **kwargs).eval()
 
     @torch.no_grad()
-    def check(self, model: Any) -> None:
+    def check(self, model):
         """Fails unless the logits are those of the gated original."""
         torch.testing.assert_close(model(self.ids).logits.cpu(), self.logits, atol=2e-5, rtol=1e-4)
 
 
 @route("AutoModel*.from_pretrained")
-def plain(case: Case) -> None:
+def plain(case):
     case.check(case.load())
 
 
 @route("save_pretrained and back")
-def save_round_trip(case: Case) -> None:
+def save_round_trip(case):
     with tempfile.TemporaryDirectory() as again:
         case.load().save_pretrained(again)
         case.check(case.load(again))
 
 
 @route("deepcopy")
-def deep_copy(case: Case) -> None:
+def deep_copy(case):
     case.check(copy.deepcopy(case.load()))
 
 
 @route("pickle of the model object")
-def pickled(case: Case) -> None:
+def pickled(case):
     case.check(pickle.loads(pickle.dumps(case.load())))
 
 
 @route("pipeline")
-def pipeline(case: Case) -> None:
+def pipeline(case):
     task = "text-generation" if case.tokens is not None else "fill-mask"
     run = transformers.pipeline(task, model=case.folder, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(case.folder)
@@ -122,33 +119,33 @@ def pipeline(case: Case) -> None:
     assert got.replace(" ", "") == wanted.replace(" ", "")
 
 
-def _generated(case: Case, **options: Any) -> None:
+def _generated(case, **options):
     tokens = case.load().generate(case.ids[:1], max_new_tokens=12, do_sample=False, **options)
     assert tokens.tolist() == case.tokens.tolist()  # type: ignore[union-attr]
 
 
 @route("generate, dynamic cache")
-def generate_dynamic(case: Case) -> None:
+def generate_dynamic(case):
     _generated(case)
 
 
 @route("generate, static cache")
-def generate_static(case: Case) -> None:
+def generate_static(case):
     _generated(case, cache_implementation="static")
 
 
 @route("generate, prompt lookup")
-def generate_lookup(case: Case) -> None:
+def generate_lookup(case):
     _generated(case, prompt_lookup_num_tokens=3)
 
 
 @route("torch.compile(fullgraph=True)")
-def compiled(case: Case) -> None:
+def compiled(case):
     case.check(torch.compile(case.load(), fullgraph=True, backend="aot_eager"))
 
 
 @route("gradient checkpointing")
-def checkpointed(case: Case) -> None:
+def checkpointed(case):
     gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
@@ -162,7 +159,7 @@ def checkpointed(case: Case) -> None:
 
 
 @route("Trainer")
-def trainer(case: Case) -> None:
+def trainer(case):
     rows = [{"input_ids": ids, "labels": ids} for ids in case.ids]
     with tempfile.TemporaryDirectory() as folder:
         arguments = transformers.TrainingArguments(
@@ -177,7 +174,7 @@ def trainer(case: Case) -> None:
 
 
 @route("peft LoRA: train, save, load, merge")
-def lora(case: Case) -> None:
+def lora(case):
     from peft import LoraConfig, PeftModel, get_peft_model
 
     model = case.load()
@@ -200,12 +197,12 @@ def lora(case: Case) -> None:
 
 
 @route('accelerate device_map="auto"')
-def device_map(case: Case) -> None:
+def device_map(case):
     case.check(case.load(device_map="auto"))
 
 
 @route("accelerate, offload to CPU and disk")
-def offload(case: Case) -> None:
+def offload(case):
     from accelerate import cpu_offload, disk_offload
 
     case.check(cpu_offload(case.load(), execution_device=torch.device("cpu")))
@@ -214,7 +211,7 @@ def offload(case: Case) -> None:
 
 
 @route("lm-eval")
-def lm_eval(case: Case) -> None:
+def lm_eval(case):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -227,7 +224,7 @@ def lm_eval(case: Case) -> None:
 
 
 @route("sentence-transformers")
-def sentences(case: Case) -> None:
+def sentences(case):
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.models import Pooling, Transformer
 
@@ -243,7 +240,7 @@ def sentences(case: Case) -> None:
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-3)
 
 
-def main(folder: str, auto: str, names: list[str]) -> None:
+def main(folder, auto, names):
     """Runs the named routes."""
     case = Case(folder, auto)
     for name in names:
@@ -256,7 +253,7 @@ def main(folder: str, auto: str, names: list[str]) -> None:
     assert not any(module.split(".")[0] == "headprune" for module in sys.modules)
 
 
-def apart(job: str) -> int:
+def apart(job):
     """Runs a job in a process of its own, with a cache of modules of its own; its exit code."""
     with tempfile.TemporaryDirectory() as modules:
         child = os.fork()

@@ -1,16 +1,12 @@
 """How much of a test ``make test`` runs, and what is for ``make test-all`` and campaigns."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 
-def slow_unless(fast: Callable[..., bool], rows: Iterable[Any]) -> list[Any]:
+def slow_unless(fast, rows):
     """The rows of a parametrised test; those that are not fast are marked slow.
 
     Args:
@@ -21,7 +17,7 @@ def slow_unless(fast: Callable[..., bool], rows: Iterable[Any]) -> list[Any]:
     return [pytest.param(*row, marks=() if fast(*row) else pytest.mark.slow) for row in tuples]
 
 
-def tried(examples: int) -> settings:
+def tried(examples):
     """Settings of hypothesis: always the same few examples, or as many others as are asked for."""
     asked = int(os.environ.get("HEADPRUNE_EXAMPLES", "0"))
     return settings(

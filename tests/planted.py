@@ -5,10 +5,7 @@ layer copies there. A head's query and key pick a slot each, so that a query loo
 matches; everything else is zero.
 """
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests import tiny
@@ -19,7 +16,7 @@ _TOKEN, _PLACE, _BEFORE = 0, 80, 160  # where the slots begin
 _SHARP = 40.0
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2():
     """Two layers of heads that do nothing."""
     config = GPT2Config(
         vocab_size=tiny.VOCAB,
@@ -41,7 +38,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 @torch.no_grad()
-def offset(model: GPT2LMHeadModel, layer: int, head: int, by: int) -> None:
+def offset(model, layer, head, by):
     """Plants a head that looks so many places back."""
     keys = torch.zeros(PLACES, _WIDTH)
     for place in range(PLACES - by):
@@ -50,7 +47,7 @@ def offset(model: GPT2LMHeadModel, layer: int, head: int, by: int) -> None:
 
 
 @torch.no_grad()
-def duplicate(model: GPT2LMHeadModel, layer: int, head: int) -> None:
+def duplicate(model, layer, head):
     """Plants a head that looks at the first copy of its token."""
     _plant(model, layer, head, (_TOKEN, _ones(tiny.VOCAB)), (_TOKEN, _SHARP * _ones(tiny.VOCAB)))
     query, key = _columns(model, layer, head)
@@ -59,14 +56,14 @@ def duplicate(model: GPT2LMHeadModel, layer: int, head: int) -> None:
 
 
 @torch.no_grad()
-def partner(model: GPT2LMHeadModel, layer: int, head: int, by: int) -> None:
+def partner(model, layer, head, by):
     """Plants a head that looks at the token whose id is so much lower, wherever it is."""
     keys = _SHARP * _ones(tiny.VOCAB)
     _plant(model, layer, head, (_TOKEN, _ones(tiny.VOCAB).roll(by, 0)), (_TOKEN, keys))
 
 
 @torch.no_grad()
-def highest(model: GPT2LMHeadModel, layer: int, head: int) -> None:
+def highest(model, layer, head):
     """Plants a head that looks at the token with the highest id that it sees."""
     query, key = _columns(model, layer, head)
     query[_TOKEN : _TOKEN + tiny.VOCAB, 0] = 1.0
@@ -74,19 +71,19 @@ def highest(model: GPT2LMHeadModel, layer: int, head: int) -> None:
 
 
 @torch.no_grad()
-def induction(model: GPT2LMHeadModel, head: int) -> None:
+def induction(model, head):
     """Plants a head of the second layer that looks at what came after an earlier copy."""
     keys = _SHARP * _ones(tiny.VOCAB)
     _plant(model, 1, head, (_TOKEN, _ones(tiny.VOCAB)), (_BEFORE, keys))
 
 
-def copies(model: GPT2LMHeadModel, head: int) -> None:
+def copies(model, head):
     """Has a head of the first layer write the token it looks at into the third slot."""
     writes(model, 0, head, _BEFORE)
 
 
 @torch.no_grad()
-def writes(model: GPT2LMHeadModel, layer: int, head: int, slot: int = _TOKEN, by: int = 0) -> None:
+def writes(model, layer, head, slot=_TOKEN, by=0):
     """Has a head write the token it looks at into a slot, or the one so many ids further on."""
     attention, at = model.transformer.h[layer].attn, head * _WIDTH
     values = attention.c_attn.weight[:, 2 * _HEADS * _WIDTH :]
@@ -95,29 +92,23 @@ def writes(model: GPT2LMHeadModel, layer: int, head: int, slot: int = _TOKEN, by
 
 
 @torch.no_grad()
-def shuffled(model: GPT2LMHeadModel, layer: int, head: int) -> None:
+def shuffled(model, layer, head):
     """Spoils a head: its keys no longer match its queries."""
     _, key = _columns(model, layer, head)
     key.copy_(key[:, torch.randperm(_WIDTH, generator=torch.Generator().manual_seed(1))])
 
 
-def _ones(size: int) -> Tensor:
+def _ones(size):
     return torch.eye(size, _WIDTH)
 
 
-def _columns(model: GPT2LMHeadModel, layer: int, head: int) -> tuple[Tensor, Tensor]:
+def _columns(model, layer, head):
     weight, at = model.transformer.h[layer].attn.c_attn.weight, head * _WIDTH
     key = _HEADS * _WIDTH + at
     return weight[:, at : at + _WIDTH], weight[:, key : key + _WIDTH]
 
 
-def _plant(
-    model: GPT2LMHeadModel,
-    layer: int,
-    head: int,
-    asks: tuple[int, Tensor],
-    answers: tuple[int, Tensor],
-) -> None:
+def _plant(model, layer, head, asks, answers):
     query, key = _columns(model, layer, head)
     for columns, (start, rows) in ((query, asks), (key, answers)):
         columns[start : start + len(rows)] = rows

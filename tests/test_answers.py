@@ -1,15 +1,11 @@
 """Losses on the answers of chats alone."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
 
 import headprune
 from headprune.config import DataConfig
@@ -27,7 +23,7 @@ TEMPLATE = (
 )
 
 
-def chat(number: int) -> list[dict[str, str]]:
+def chat(number):
     words = tiny.text(40, number).split()
     parts = [words[:7], words[7:15], words[15:20], words[20 : 24 + number % 5]]
     roles = ("user", "assistant") * 2
@@ -35,7 +31,7 @@ def chat(number: int) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -44,13 +40,13 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def chats(tmp_path: Path) -> Path:
+def chats(tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps({"messages": chat(n)}) + "\n" for n in range(40)))
     return file
 
 
-def by_hand(net: LlamaForCausalLM, number: int) -> tuple[float, int]:
+def by_hand(net, number):
     """The loss of the answers of a chat, each with the word that ends it."""
     tokenizer = tiny.tokenizer()
     ids, counted = list[int](), list[bool]()
@@ -66,7 +62,7 @@ def by_hand(net: LlamaForCausalLM, number: int) -> tuple[float, int]:
     return float(losses[mask].sum()), int(mask.sum())
 
 
-def test_the_loss_is_that_of_answers_and_their_ends(model: Path, chats: Path) -> None:
+def test_the_loss_is_that_of_answers_and_their_ends(model, chats):
     report = headprune.evaluate(model, data=chats, loss="answers", speed=False, seq_len=64)
     value = {one.name: one.value for one in report.model.metrics}["nll_nats_per_token"]
     net = headprune.from_pretrained(model)
@@ -78,8 +74,8 @@ def test_the_loss_is_that_of_answers_and_their_ends(model: Path, chats: Path) ->
     assert of_all != pytest.approx(wanted, rel=1e-5)
 
 
-def test_needles_are_measured_beside_the_loss_of_answers(model: Path, chats: Path) -> None:
-    how: dict[str, Any] = {"needle": True, "needle_lengths": 64, "needle_trials": 2}
+def test_needles_are_measured_beside_the_loss_of_answers(model, chats):
+    how = {"needle": True, "needle_lengths": 64, "needle_trials": 2}
     how |= {"data": chats, "speed": False, "seq_len": 64}
     report = headprune.evaluate(model, loss="answers", **how)
     values = {one.name: one for one in report.model.metrics}
@@ -91,10 +87,8 @@ def test_needles_are_measured_beside_the_loss_of_answers(model: Path, chats: Pat
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gates_and_healing_learn_answers(
-    dtype: str, model: Path, chats: Path, tmp_path: Path
-) -> None:
-    small: dict[str, Any] = {"data": chats, "loss": "answers", "steps": 3}
+def test_gates_and_healing_learn_answers(dtype, model, chats, tmp_path):
+    small = {"data": chats, "loss": "answers", "steps": 3}
     small["seq_len"] = 64
     run = headprune.train_gates(model, tmp_path / "gates", target_heads=0.5, dtype=dtype, **small)
     assert run.metadata.kept_heads == 12
@@ -103,13 +97,13 @@ def test_gates_and_healing_learn_answers(
     assert healed.taken_after > 0
 
 
-def test_a_divergence_on_answers_reads_no_other_place() -> None:
+def test_a_divergence_on_answers_reads_no_other_place():
     ids = torch.arange(6)[None]
     labels = torch.tensor([[-100, -100, 2, 3, -100, -100]])
-    batch: Any = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
     wanted = torch.randn(1, 6, 9, generator=torch.Generator().manual_seed(0))
 
-    def gap(place: int) -> float:
+    def gap(place):
         moved = wanted.clone()
         moved[0, place, 0] += 3
         got, original = ({"logits": x} for x in (moved, wanted))
@@ -121,18 +115,18 @@ def test_a_divergence_on_answers_reads_no_other_place() -> None:
 class Outputs(dict[str, Any]):
     """Outputs of a model: a mapping with attributes."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return self[name]
 
 
-def test_what_cannot_be_told_apart_is_refused(model: Path, chats: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_told_apart_is_refused(model, chats, tmp_path):
     data = DataConfig(source=str(chats), loss=Loss.ANSWERS)
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }} " * 2)
     with pytest.raises(DataError, match="template writes an answer in several places"):
         answer_rows(read_examples(data, tokenizer), tokenizer, 64)
     (tmp_path / "text.txt").write_text(tiny.text(100))
-    how: dict[str, Any] = {"loss": "answers", "seq_len": 64}
+    how = {"loss": "answers", "seq_len": 64}
     with pytest.raises(DataError, match="loss=answers is of chats"):
         headprune.evaluate(model, data=tmp_path / "text.txt", **how)
     chats.write_text(json.dumps({"messages": chat(0)[:1]}) + "\n")

@@ -1,12 +1,8 @@
 """headprune attention: the weights of the model, on a page in a real browser."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,20 +15,18 @@ import headprune
 from headprune.errors import FamilyError, HeadpruneError
 from headprune.model.attention import attention_of, layer_names
 from headprune.planning.choose import CutRequest
-from headprune.render.attention import AttentionPicture
 from headprune.result.prune import prune
 from headprune.role.sentence import MOST_TOKENS, read_sentence
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.tensors.units import Unit
 from tests import planted, tiny
-from tests.browser import Browser
 from tests.test_cli import run
 
 TEXT = "w1 w2 w3 w1 w2 w9 w1"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A model whose head 0.0 looks one token back; 1.3 is another of its heads, cut from it."""
     home = tmp_path_factory.mktemp("models")
     model = planted.gpt2()
@@ -48,17 +42,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def picture(folder: Path) -> AttentionPicture:
+def picture(folder):
     return headprune.attention_picture(folder, TEXT, heads=["0.0", "1.3"])
 
 
 @pytest.fixture(scope="module")
-def page(picture: AttentionPicture, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(picture, tmp_path_factory):
     return picture.save(tmp_path_factory.mktemp("page") / "page.html")
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "albert", "falcon"))
-def test_weights_are_those_of_the_model(case: str, tmp_path: Path) -> None:
+def test_weights_are_those_of_the_model(case, tmp_path):
     model = tiny.model(case, attn="eager")
     sentence = read_sentence(tiny.save(model, tmp_path / "model"), TEXT)
     inputs = tiny.tokenizer()(TEXT, return_tensors="pt")
@@ -72,7 +66,7 @@ def test_weights_are_those_of_the_model(case: str, tmp_path: Path) -> None:
         assert layer.queries.labels == tuple(TEXT.split())
 
 
-def test_cross_attention_looks_from_what_is_written_at_what_is_read(tmp_path: Path) -> None:
+def test_cross_attention_looks_from_what_is_written_at_what_is_read(tmp_path):
     place = tiny.save(tiny.model("t5"), tmp_path / "model")
     for target in (None, "w7 w8 w9"):
         sentence = read_sentence(place, TEXT, target)
@@ -87,7 +81,7 @@ def test_cross_attention_looks_from_what_is_written_at_what_is_read(tmp_path: Pa
     assert sentence.head("cross.1.4")[0].path == "decoder.block.1.layer.1.EncDecAttention"
 
 
-def test_names_of_layers() -> None:
+def test_names_of_layers():
     one, two = "h.3.attn", "h.5.attn"
     assert layer_names([(one, "self"), (two, "self")]) == {one: "3", two: "5"}
     assert layer_names([(one, "self"), (two, "cross")]) == {one: "self.3", two: "cross.5"}
@@ -96,7 +90,7 @@ def test_names_of_layers() -> None:
     assert layer_names([(path, "self") for path in same]) == dict(zip(same, "01", strict=True))
 
 
-def test_heads_that_look_sharply_come_first(picture: AttentionPicture, folder: Path) -> None:
+def test_heads_that_look_sharply_come_first(picture, folder):
     assert picture.sentence.sharpest(1) == ("0.0",)
     assert headprune.attention_picture(folder, TEXT).heads[0] == "0.0"
     _, place = picture.sentence.head("0.0")
@@ -105,13 +99,13 @@ def test_heads_that_look_sharply_come_first(picture: AttentionPicture, folder: P
     assert picture.sentence.layers[0].weights[1].diagonal(-1).max() < 0.9  # does nothing
 
 
-def test_a_notebook_shows_the_page(picture: AttentionPicture) -> None:
+def test_a_notebook_shows_the_page(picture):
     shown = picture._repr_html_()
     assert shown.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
     assert "<script" not in shown
 
 
-def test_a_map_has_a_pixel_per_weight(picture: AttentionPicture) -> None:
+def test_a_map_has_a_pixel_per_weight(picture):
     images = re.findall(
         r'<img src="data:image/png;base64,([^"]+)" alt="Head ([^"]+)"', picture.html()
     )
@@ -123,7 +117,7 @@ def test_a_map_has_a_pixel_per_weight(picture: AttentionPicture) -> None:
     assert not np.allclose(pixels[..., 3], picture.sentence.layers[0].weights[0], atol=0.1)
 
 
-def test_a_page_needs_nothing_and_can_be_read(browser: Browser, page: Path, tmp_path: Path) -> None:
+def test_a_page_needs_nothing_and_can_be_read(browser, page, tmp_path):
     assert not re.search(r"""(src|href)=["']?(https?:|//|file:)|@import|url\(""", page.read_text())
     for width, dark in ((1280, False), (380, True)):
         browser.open(page, width, dark)
@@ -141,7 +135,7 @@ def test_a_page_needs_nothing_and_can_be_read(browser: Browser, page: Path, tmp_
     assert browser.complaints() and browser.overflow() > 0
 
 
-def lines(browser: Browser, head: str) -> dict[tuple[float, float], float]:
+def lines(browser, head):
     found = browser.run(
         f"return [...document.querySelectorAll('[data-shown=\"{head}\"] line')].map((l) =>"
         "[l.y1.baseVal.value, l.y2.baseVal.value, Number(l.getAttribute('stroke-opacity'))])"
@@ -149,9 +143,7 @@ def lines(browser: Browser, head: str) -> dict[tuple[float, float], float]:
     return {(a, b): share for a, b, share in found}
 
 
-def test_lines_and_the_table_say_the_weights(
-    browser: Browser, page: Path, picture: AttentionPicture
-) -> None:
+def test_lines_and_the_table_say_the_weights(browser, page, picture):
     browser.open(page)
     assert [e.get_attribute("data-shown") for e in browser.all(".head")] == ["0.0", "1.3"]
     for head in ("0.0", "1.3"):
@@ -169,7 +161,7 @@ def test_lines_and_the_table_say_the_weights(
     assert lines(browser, "0.0") != lines(browser, "1.3")
 
 
-def test_the_keyboard_shows_heads_and_tells_of_tokens(browser: Browser, page: Path) -> None:
+def test_the_keyboard_shows_heads_and_tells_of_tokens(browser, page):
     browser.open(page)
     focused = "return document.activeElement.dataset.head || ''"
     ActionChains(browser.driver).click(browser.find("[data-head='0.1']")).perform()
@@ -192,7 +184,7 @@ def test_the_keyboard_shows_heads_and_tells_of_tokens(browser: Browser, page: Pa
     assert browser.find("[data-head='0.0']").get_attribute("aria-pressed") == "false"
 
 
-def test_tokens_are_text(browser: Browser, tmp_path: Path) -> None:
+def test_tokens_are_text(browser, tmp_path):
     place = tiny.save(tiny.model("llama-gqa"), tmp_path / "<b>model")
     hostile = "</script><script>alert(1)</script>" + " w1" * 20  # most tokens are known ones
     page = headprune.attention_picture(place, hostile).save(tmp_path / "page.html")
@@ -202,9 +194,7 @@ def test_tokens_are_text(browser: Browser, tmp_path: Path) -> None:
     assert browser.all(".head") and not browser.all("h1 b")
 
 
-def test_the_command_writes_the_page(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_the_page(folder, tmp_path, capsys):
     output = tmp_path / "page.html"
     long = " ".join(["w1 w2"] * MOST_TOKENS)
     words = ["attention", folder, "--text", long, "--head", "1.3", output]
@@ -236,22 +226,14 @@ def test_the_command_writes_the_page(
         (["--text", "Nowhere known words"], "100% of the text's tokens are unknown"),
     ],
 )
-def test_bad_input_is_told_in_a_sentence(
-    words: list[str],
-    said: str,
-    folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given: list[Any] = ["--text", TEXT, tmp_path / "page.html", *words]
+def test_bad_input_is_told_in_a_sentence(words, said, folder, tmp_path, capsys):
+    given = ["--text", TEXT, tmp_path / "page.html", *words]
     code, _, err = run(capsys, "attention", folder, *given)
     assert (code, list(tmp_path.iterdir())) == (2, [])
     assert said in err
 
 
-def test_a_module_that_attends_to_other_places_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_that_attends_to_other_places_is_named(tmp_path, monkeypatch):
     place = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     monkeypatch.setattr(
         "headprune.role.watch._weights", lambda outputs, attention: torch.ones(1, 6, 3, 3)

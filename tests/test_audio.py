@@ -1,13 +1,8 @@
 """Recordings and transcripts: models of speech."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import jiwer
 import numpy as np
@@ -16,16 +11,12 @@ import soundfile
 import torch
 import transformers
 from datasets import Audio
-from transformers import (
-    Wav2Vec2CTCTokenizer,
-    Wav2Vec2FeatureExtractor,
-    WhisperFeatureExtractor,
-)
+from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 
 import headprune
 from headprune import packages
 from headprune.config import DataConfig
-from headprune.data.audio import Recordings, features_of, read_recordings, recording_rows, speech_of
+from headprune.data.audio import features_of, read_recordings, recording_rows, speech_of
 from headprune.errors import HeadpruneError
 from headprune.evaluation.written import transcribe
 from headprune.model.attention import attention_of
@@ -38,20 +29,20 @@ EXTRACTOR = WhisperFeatureExtractor(feature_size=8, hop_length=400, chunk_length
 PROCESSOR = SpeechProcessor(EXTRACTOR, tiny.tokenizer())
 
 
-def tone(number: int, rate: int) -> np.ndarray:
+def tone(number, rate):
     """Half a second at a pitch of its own."""
     seconds = np.arange(rate // 2) / rate
     return np.sin(2 * np.pi * (150 + 60 * number) * seconds).astype(np.float32)
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     EXTRACTOR.save_pretrained(tiny.save(tiny.model("whisper"), tmp_path / "model"))
     return tmp_path / "model"
 
 
 @pytest.fixture
-def recordings(tmp_path: Path) -> Path:
+def recordings(tmp_path):
     """A folder of tones, transcribed by the model itself."""
     folder = tmp_path / "sound"
     folder.mkdir()
@@ -65,30 +56,28 @@ def recordings(tmp_path: Path) -> Path:
     return folder
 
 
-def transcribed(folder: Path, names: list[str], texts: list[str]) -> None:
+def transcribed(folder, names, texts):
     rows = [f"{name},{text}" for name, text in zip(names, texts, strict=True)]
     (folder / "metadata.csv").write_text("\n".join(["file_name,text", *rows]) + "\n")
 
 
-def metric(report: Any, name: str, side: str = "model") -> float:
+def metric(report, name, side="model"):
     return float(next(m.value for m in getattr(report, side).metrics if m.name == name))
 
 
-def heads(net: Any) -> int:
+def heads(net):
     return sum(attention.query_heads for attention in attention_of(net))
 
 
-def test_a_model_of_speech_is_scored_refitted_and_measured(
-    model: Path, recordings: Path, tmp_path: Path
-) -> None:
-    how: dict[str, Any] = {"calibration_tokens": 20 * 16}
+def test_a_model_of_speech_is_scored_refitted_and_measured(model, recordings, tmp_path):
+    how = {"calibration_tokens": 20 * 16}
     scores = headprune.score(model, tmp_path / "scores", data=recordings, **how)
     assert scores.metadata.tokens == 20 * 16  # positions of the encoder
     out = tmp_path / "out"
     result = headprune.prune(model, out, scores=tmp_path / "scores", keep=0.5, layout="ragged")
     assert heads(result.model) == heads(tiny.model("whisper")) // 2
     assert result.manifest.refit is not None
-    given: dict[str, Any] = {"metrics": ["wer", "cer"], "max_new_tokens": 6}
+    given = {"metrics": ["wer", "cer"], "max_new_tokens": 6}
     report = headprune.evaluate(out, data=recordings, against=model, **given)
     # the references are the original's own texts
     assert metric(report, "wer", "against") == metric(report, "cer", "against") == 0
@@ -101,7 +90,7 @@ def test_a_model_of_speech_is_scored_refitted_and_measured(
     assert metric(report, "wer") == pytest.approx(jiwer.wer(other, said)) and jiwer.wer(other, said)
 
 
-def test_the_loss_is_that_of_the_model(model: Path, recordings: Path) -> None:
+def test_the_loss_is_that_of_the_model(model, recordings):
     net, read = tiny.model("whisper"), read_recordings(DataConfig(source=str(recordings)))
     rows = list(recording_rows(read, net, PROCESSOR))
     batch = speech_of(read, net, PROCESSOR)(rows)
@@ -116,10 +105,8 @@ def test_the_loss_is_that_of_the_model(model: Path, recordings: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gates_and_healing_learn_from_speech(
-    dtype: str, model: Path, recordings: Path, tmp_path: Path
-) -> None:
-    small: dict[str, Any] = {"data": recordings, "steps": 3}
+def test_gates_and_healing_learn_from_speech(dtype, model, recordings, tmp_path):
+    small = {"data": recordings, "steps": 3}
     headprune.train_gates(model, tmp_path / "gates", target_heads=0.5, dtype=dtype, **small)
     cut = headprune.prune(model, tmp_path / "cut", gates=tmp_path / "gates", layout="ragged")
     assert heads(cut.model) == heads(tiny.model("whisper")) // 2
@@ -128,9 +115,7 @@ def test_gates_and_healing_learn_from_speech(
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved", "other rate", "stereo"])
-def test_recordings_are_the_same_from_everywhere(
-    kind: str, recordings: Path, tmp_path: Path
-) -> None:
+def test_recordings_are_the_same_from_everywhere(kind, recordings, tmp_path):
     folder = read_recordings(DataConfig(source=str(recordings)))
     table, source = folder.table.cast_column("audio", Audio()), recordings
     if kind == "parquet":
@@ -160,10 +145,8 @@ def test_recordings_are_the_same_from_everywhere(
     )
 
 
-def test_what_is_no_speech_is_said(
-    model: Path, recordings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(why: str, **data: Any) -> None:
+def test_what_is_no_speech_is_said(model, recordings, tmp_path, monkeypatch):
+    def refused(why, **data):
         with pytest.raises(HeadpruneError, match=why) as caught:
             headprune.evaluate(model, **data)
         assert "\n" not in str(caught.value)
@@ -187,7 +170,7 @@ SAMPLES = Wav2Vec2FeatureExtractor(sampling_rate=RATE, return_attention_mask=Tru
 
 
 @pytest.fixture
-def listener(tmp_path: Path) -> Path:
+def listener(tmp_path):
     """A folder of wav2vec2 with CTC."""
     folder = tiny.save(by_samples("Wav2Vec2ForCTC"), tmp_path / "listener")
     (tmp_path / "vocab.json").write_text(json.dumps(LETTERS))
@@ -199,7 +182,7 @@ def listener(tmp_path: Path) -> Path:
     return folder
 
 
-def by_samples(name: str) -> Any:
+def by_samples(name):
     config = tiny.model("wav2vec2").config
     config.vocab_size, config.pad_token_id, config.ctc_zero_infinity = len(LETTERS), 0, True
     config.ctc_loss_reduction, config.num_labels = "mean", 2
@@ -220,7 +203,7 @@ def by_samples(name: str) -> Any:
 
 
 @pytest.fixture
-def letters(recordings: Path, listener: Path) -> Path:
+def letters(recordings, listener):
     """The same tones, transcribed by that model, one of them longer."""
     names = [f"{number:02}.wav" for number in range(COUNT)]
     longer = np.concatenate([tone(0, RATE), tone(5, RATE)])
@@ -232,26 +215,24 @@ def letters(recordings: Path, listener: Path) -> Path:
     return recordings
 
 
-def alone(read: Recordings) -> Iterator[Recordings]:
+def alone(read):
     for number in range(len(read.table)):
         yield replace(read, table=read.table.select([number]))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_with_ctc_is_cut_trained_and_measured(
-    dtype: str, listener: Path, letters: Path, tmp_path: Path
-) -> None:
-    how: dict[str, Any] = {"calibration_tokens": 1_000, "data": letters, "dtype": dtype}
+def test_a_model_with_ctc_is_cut_trained_and_measured(dtype, listener, letters, tmp_path):
+    how = {"calibration_tokens": 1_000, "data": letters, "dtype": dtype}
     headprune.score(listener, tmp_path / "scores", criterion=["compensated", "gradient"], **how)
-    cut: dict[str, Any] = {"keep": 0.5, "layout": "ragged", "criterion": "compensated"}
+    cut = {"keep": 0.5, "layout": "ragged", "criterion": "compensated"}
     result = headprune.prune(listener, tmp_path / "out", scores=tmp_path / "scores", **cut)
     assert 2 * heads(result.model) == heads(headprune.from_pretrained(listener))
-    given: dict[str, Any] = {"metrics": ["cer"], "against": listener, "batch_size": 8}
+    given = {"metrics": ["cer"], "against": listener, "batch_size": 8}
     report = headprune.evaluate(tmp_path / "out", data=letters, **given)
     # padded in a batch, each says what it says alone
     missed = metric(report, "cer", "against")
     assert missed < 0.2 and metric(report, "cer") != missed
-    small: dict[str, Any] = {"data": letters, "steps": 3}
+    small = {"data": letters, "steps": 3}
     run = headprune.train_gates(listener, tmp_path / "g", target_heads=4, dtype=dtype, **small)
     assert run.metadata.objective == "task" and math.isfinite(run.metadata.final_loss)
     headprune.prune(listener, tmp_path / "cut", gates=tmp_path / "g", layout="ragged")
@@ -261,7 +242,7 @@ def test_a_model_with_ctc_is_cut_trained_and_measured(
         headprune.evaluate(listener, data=letters)
 
 
-def test_a_classifier_of_sounds_reads_folders_by_class(recordings: Path, tmp_path: Path) -> None:
+def test_a_classifier_of_sounds_reads_folders_by_class(recordings, tmp_path):
     net = by_samples("Wav2Vec2ForSequenceClassification")
     net.config.id2label, net.config.label2id = {0: "low", 1: "high"}, {"low": 0, "high": 1}
     folder = tiny.save(net, tmp_path / "classifier")
@@ -282,6 +263,6 @@ def test_a_classifier_of_sounds_reads_folders_by_class(recordings: Path, tmp_pat
         with torch.no_grad():
             right += net.config.id2label[int(net(**inputs).logits.argmax())] == label
     assert metric(report, "accuracy") == right / COUNT
-    small: dict[str, Any] = {"data": data, "steps": 2, "batch_size": 4}
+    small = {"data": data, "steps": 2, "batch_size": 4}
     run = headprune.train_gates(folder, tmp_path / "gates", target_heads=4, **small)
     assert run.metadata.objective == "task"

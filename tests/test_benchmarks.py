@@ -3,12 +3,9 @@
 Where others cut, the heads that are left make up for it, and the model is as it was afterwards.
 """
 
-from __future__ import annotations
-
 import gzip
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+def bench(monkeypatch):
     """scripts/bench.py as a module."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     import bench
@@ -32,7 +29,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return bench
 
 
-def test_pages_name_commands_that_exist(bench: Any) -> None:
+def test_pages_name_commands_that_exist(bench):
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r"scripts/[\w/]+\.py", text))
@@ -44,7 +41,7 @@ def test_pages_name_commands_that_exist(bench: Any) -> None:
     assert set(re.findall(r"bench\.py ([a-z][\w-]*)", text)) == commands
 
 
-def test_benchmarks_without_a_protocol(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmarks_without_a_protocol(bench, capsys):
     bench.check(sizes="3,30", seeds=2)
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 2 + 2 * len(bench.SYNTHETIC)
@@ -57,12 +54,9 @@ def test_benchmarks_without_a_protocol(bench: Any, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("name", "gone"),
-    [("SlimGPT", [0, 3, 4, 5]), ("OSSCAR", [3, 3, 3, 3]), ("LLM-Drop", None)],
+    ("name", "gone"), [("SlimGPT", [0, 3, 4, 5]), ("OSSCAR", [3, 3, 3, 3]), ("LLM-Drop", None)]
 )
-def test_what_others_cut(
-    name: str, gone: list[int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_cut(name, gone, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     import rivals
 
@@ -70,7 +64,7 @@ def test_what_others_cut(
     attentions, ids = attention_of(net), torch.randint(5, tiny.VOCAB, (16, 32))
     rows = Dataset.from_dict({"input_ids": ids.tolist(), "attention_mask": [[1] * 32] * 16})
 
-    def collate(features: list[dict[str, Any]]) -> Any:
+    def collate(features):
         return {key: torch.tensor([f[key] for f in features]) for key in features[0]}
 
     text = Sequences(rows, collate, batch_size=4)
@@ -79,7 +73,7 @@ def test_what_others_cut(
     closed = [int((gate == 0).sum()) for gate in gates]
     assert closed == gone if gone else sorted(closed) == [0, 0, 6, 6]
 
-    def far() -> float:
+    def far():
         with gated(attentions, fixed(gates)):
             return float((net(ids).logits - wanted).norm() / wanted.norm())
 
@@ -92,7 +86,7 @@ def test_what_others_cut(
 
 
 @pytest.fixture
-def protocol(monkeypatch: pytest.MonkeyPatch) -> Any:
+def protocol(monkeypatch):
     """scripts/protocol.py as a module."""
     monkeypatch.syspath_prepend(ROOT / "scripts")
     import protocol
@@ -100,9 +94,7 @@ def protocol(monkeypatch: pytest.MonkeyPatch) -> Any:
     return protocol
 
 
-def test_only_what_is_written_down_is_published(
-    protocol: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_is_written_down_is_published(protocol, tmp_path, monkeypatch):
     import rivals
 
     config = tmp_path / "own.yaml"
@@ -139,7 +131,7 @@ def test_only_what_is_written_down_is_published(
         protocol.Results.read()
 
 
-def test_the_tables_of_pages_are_those_of_the_results(protocol: Any) -> None:
+def test_the_tables_of_pages_are_those_of_the_results(protocol):
     results = protocol.Results.read()
     marked = 0
     for page in (ROOT / "docs" / "benchmarks").glob("*.md"):
@@ -156,7 +148,7 @@ def test_the_tables_of_pages_are_those_of_the_results(protocol: Any) -> None:
     )
 
 
-def test_a_model_without_a_tokenizer_reads_what_it_wrote(protocol: Any, tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_reads_what_it_wrote(protocol, tmp_path):
     tiny.model("gpt2").save_pretrained(tmp_path / "model")
     folder = protocol._with_numbers(tmp_path / "model", tmp_path / "with-numbers")
     net, tokenizer = protocol.from_pretrained(folder), protocol.load_tokenizer(str(folder))
@@ -175,7 +167,7 @@ def test_a_model_without_a_tokenizer_reads_what_it_wrote(protocol: Any, tmp_path
     )
 
 
-def test_texts_are_joined_as_published(protocol: Any) -> None:
+def test_texts_are_joined_as_published(protocol):
     raw = " \n = Title = \n \n A line . \n"
     # the rows of the data set on the hub: "", " = Title = \n", "", " A line . \n"
     assert protocol._as_published(raw) == "\n\n = Title = \n\n\n\n\n A line . \n"

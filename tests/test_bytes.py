@@ -1,13 +1,9 @@
 """Bits per byte count the bytes of the text itself, whatever the tokenizer and wherever it cuts."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,12 +30,12 @@ NAMES = dict(zip(("unk", "pad", "bos", "eos", "mask"), tiny.SPECIAL, strict=True
 SEQ = 12
 
 
-def words(count: int, seed: int = 0) -> str:
+def words(count, seed=0):
     draw = random.Random(seed)
     return " ".join(draw.choice(PIECES) for _ in range(count))
 
 
-def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
+def tokenizer_of(kind):
     """A tokenizer trained on the words; the emoji is in no vocabulary of whole characters."""
     text = [words(400).replace("😀", "")]
     special = {"special_tokens": tiny.SPECIAL, "show_progress": False}
@@ -68,7 +64,7 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=built, **tokens)
 
 
-def by_hand(text: str, of: PreTrainedTokenizerFast, kind: str) -> list[int]:
+def by_hand(text, of, kind):
     """The bytes of every token of words, each with the space before it."""
     sizes = list[int]()
     for number, word in enumerate(text.split(" ")):
@@ -92,19 +88,19 @@ def by_hand(text: str, of: PreTrainedTokenizerFast, kind: str) -> list[int]:
     return sizes
 
 
-def llama(of: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def llama(of):
     net = tiny.model("llama-gqa", vocab_size=len(of))
     assert isinstance(net, LlamaForCausalLM)
     return net
 
 
-def saved(net: Any, of: PreTrainedTokenizerFast, folder: Path) -> Path:
+def saved(net, of, folder):
     net.save_pretrained(folder)
     of.save_pretrained(folder)
     return folder
 
 
-def found(folder: Path, data: Path, **settings: Any) -> float:
+def found(folder, data, **settings):
     fast = {"speed": False, "last_words": 0, "copying": 0, "resamples": 20, "batch_size": 3}
     report = headprune.evaluate(folder, data=data, **{**fast, **settings})
     return {one.name: one.value for one in report.model.metrics}["bits_per_byte"]
@@ -112,7 +108,7 @@ def found(folder: Path, data: Path, **settings: Any) -> float:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["bytes", "metaspace", "wordpiece"])
-def test_windows_count_the_text(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_windows_count_the_text(kind, dtype, tmp_path):
     of, text = tokenizer_of(kind), words(90, seed=1)
     if kind == "wordpiece":  # it leaves out accents, which belong to no token
         text = text.replace("e\u0301", "plain")
@@ -136,7 +132,7 @@ def test_windows_count_the_text(kind: str, dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "metaspace", "wordpiece"])
-def test_targets_count_the_text(kind: str, tmp_path: Path) -> None:
+def test_targets_count_the_text(kind, tmp_path):
     of = tokenizer_of(kind)
     net = tiny.model("bart", vocab_size=len(of))
     assert isinstance(net, BartForConditionalGeneration)
@@ -157,7 +153,7 @@ def test_targets_count_the_text(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["</s>", "<|im_end|>"])
-def test_answers_count_the_text(end: str, tmp_path: Path) -> None:
+def test_answers_count_the_text(end, tmp_path):
     of = tokenizer_of("bytes")
     of.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     of.chat_template = (
@@ -188,7 +184,7 @@ def test_answers_count_the_text(end: str, tmp_path: Path) -> None:
     "text", ["😀", " two  spaces ", "é", f"{words(9)} plain", "", "\n\nline\n"]
 )
 @pytest.mark.parametrize("kind", ["bytes", "metaspace", "wordpiece"])
-def test_all_tokens_stand_for_the_whole_text(kind: str, text: str) -> None:
+def test_all_tokens_stand_for_the_whole_text(kind, text):
     of = tokenizer_of(kind)
     given = of(text, return_offsets_mapping=True)
     sizes = TextBytes(of).of(text, given["input_ids"], given["offset_mapping"])

@@ -1,11 +1,7 @@
 """Chats as the templates of real models write them: their texts, and where their answers stand."""
 
-from __future__ import annotations
-
 import json
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset
@@ -87,15 +83,15 @@ CALLS = (
 )
 
 
-def user(content: Any, **more: Any) -> dict[str, Any]:
+def user(content, **more):
     return {"role": "user", "content": content, **more}
 
 
-def answer(content: Any, **more: Any) -> dict[str, Any]:
+def answer(content, **more):
     return {"role": "assistant", "content": content, **more}
 
 
-def parts(text: str) -> list[dict[str, str]]:
+def parts(text):
     return [{"type": "text", "text": text}]
 
 
@@ -108,7 +104,7 @@ CALL = [{"type": "function", "id": "1", "function": {"name": "clock", "arguments
 ASKED = [user("Time?"), answer(None, tool_calls=CALL), {"role": "tool", "content": "9"}]
 IM, EOS = "<|im_end|>", "</s>"
 # template, chat, what counts: the tokens that a model writes itself
-CASES: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
+CASES = {
     "chatml": (CHATML, TWO, [one.format(IM) for one in PLAIN]),
     "chatml that never asks": (CHATML.split("{% if add")[0], TWO, [x.format(IM) for x in PLAIN]),
     "llama 3": (LLAMA3, TWO, [one.format("<|eot_id|>") for one in PLAIN]),
@@ -134,7 +130,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], list[str]]] = {
 }
 
 
-def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+def tokenizer_of(template):
     vocabulary = [*tiny.SPECIAL, *SIGNS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     built = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=[]))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -148,13 +144,13 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def rows_of(chats: list[Any], file: Path, column: str = "messages") -> DataConfig:
+def rows_of(chats, file, column="messages"):
     file.write_text("".join(json.dumps({column: chat}) + "\n" for chat in chats))
     return DataConfig(source=str(file), loss=Loss.ANSWERS)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_answers_count_as_the_template_writes_them(case: str, tmp_path: Path) -> None:
+def test_answers_count_as_the_template_writes_them(case, tmp_path):
     template, chat, wanted = CASES[case]
     of = tokenizer_of(template)
     data = rows_of([chat, chat], tmp_path / "chats.jsonl")
@@ -171,7 +167,7 @@ def test_answers_count_as_the_template_writes_them(case: str, tmp_path: Path) ->
     assert whole == (of.apply_chat_template(chat, tokenize=False),)
 
 
-def test_marks_of_a_template_are_those_of_transformers(tmp_path: Path) -> None:
+def test_marks_of_a_template_are_those_of_transformers(tmp_path):
     of, chat = tokenizer_of(MARKED), [user("Which?"), answer("this one"), user("And?"), answer("b")]
     data = rows_of([chat], tmp_path / "chats.jsonl")
     given = of.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
@@ -180,7 +176,7 @@ def test_marks_of_a_template_are_those_of_transformers(tmp_path: Path) -> None:
     assert sum(given["assistant_masks"]) == len("this one") + len("b") + 2
 
 
-SAID: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
+SAID = {
     "human": ([user("robot or human?"), answer("human")], TWO),
     "gpt": ([user("which?"), answer("gpt")], TWO),
     "empty": ([{"role": "system", "content": ""}, user("hi"), answer("")], TWO),
@@ -194,7 +190,7 @@ SAID: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("case", SAID)
-def test_a_chat_passes_as_it_stands(case: str, kind: str, tmp_path: Path) -> None:
+def test_a_chat_passes_as_it_stands(case, kind, tmp_path):
     of, chats, file = tokenizer_of(CALLS), SAID[case], tmp_path / f"chats.{kind}"
     if kind == "jsonl":
         rows_of(list(chats), file)
@@ -205,7 +201,7 @@ def test_a_chat_passes_as_it_stands(case: str, kind: str, tmp_path: Path) -> Non
     assert texts == [(of.apply_chat_template(chat, tokenize=False),) for chat in chats]
 
 
-def test_a_prompt_with_a_reference_asks_for_its_answer(tmp_path: Path) -> None:
+def test_a_prompt_with_a_reference_asks_for_its_answer(tmp_path):
     of, file = tokenizer_of(CHATML), tmp_path / "pairs.jsonl"
     chats = [TWO[:1], TWO]  # the second has its answer
     rows = [{"messages": chat, "reference": "a"} for chat in chats]
@@ -219,7 +215,7 @@ def test_a_prompt_with_a_reference_asks_for_its_answer(tmp_path: Path) -> None:
     assert wanted[0].endswith("<|im_start|>assistant\n")
 
 
-def test_names_of_sharegpt_are_roles_alone(tmp_path: Path) -> None:
+def test_names_of_sharegpt_are_roles_alone(tmp_path):
     of = tokenizer_of(CHATML)
     given = [{"from": "human", "value": "human"}, {"from": "gpt", "value": "gpt", "weight": 1}]
     data = rows_of([given] * 2, tmp_path / "chats.jsonl", "conversations")
@@ -237,7 +233,7 @@ WITH_TOOLS = (
     "{% if tools %}{{ '<|im_start|>tools\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
 )
 SYSTEM = {"role": "system", "content": "Be kind."}
-BESIDE: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Any]] = {
+BESIDE = {
     "tools": ({"tools": TOOLS}, [], TOOLS),
     "tools as json": ({"tools": json.dumps(TOOLS)}, [], TOOLS),
     "system": ({"system": "Be kind."}, [SYSTEM], None),
@@ -250,9 +246,7 @@ BESIDE: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("template", [CHATML, MARKED, LLAMA3])
 @pytest.mark.parametrize("case", BESIDE)
-def test_tools_and_a_system_message_beside_a_chat(
-    case: str, template: str, kind: str, tmp_path: Path
-) -> None:
+def test_tools_and_a_system_message_beside_a_chat(case, template, kind, tmp_path):
     beside, before, tools = BESIDE[case]
     of, file = tokenizer_of(WITH_TOOLS + template), tmp_path / f"chats.{kind}"
     rows = [{"messages": chat, **beside} for chat in (TWO, [{**SYSTEM, "content": "x"}, *TWO])]
@@ -272,7 +266,7 @@ def test_tools_and_a_system_message_beside_a_chat(
         assert of.decode([x for x in row["labels"] if x != -100]) == f"a{ended}s, é and 日{ended}"
 
 
-def test_tools_that_are_no_json_are_refused(tmp_path: Path) -> None:
+def test_tools_that_are_no_json_are_refused(tmp_path):
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"messages": TWO, "tools": "clock"}) + "\n")
     with pytest.raises(DataError, match=r"chats.jsonl': the chat template takes no such"):
@@ -281,12 +275,12 @@ def test_tools_that_are_no_json_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("case", [name for name in CASES if len(CASES[name][2]) == 2])
-def test_an_answer_of_weight_0_does_not_count(case: str, kind: str, tmp_path: Path) -> None:
+def test_an_answer_of_weight_0_does_not_count(case, kind, tmp_path):
     template, chat, wanted = CASES[case]
     of, file = tokenizer_of(template), tmp_path / f"chats.{kind}"
     numbers = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
 
-    def counted(*weights: float) -> str:
+    def counted(*weights):
         of_message = dict(zip(numbers, weights, strict=True))
         told = [
             {**m, "weight": of_message[n]} if n in of_message else m for n, m in enumerate(chat)
@@ -308,13 +302,11 @@ DATES = [user("2024-01-01"), answer("2024-01-02")]
 
 @pytest.mark.parametrize("more", [[{}, {}], [{"x": 1}, {"x": "a"}], [{}, {"y": "2024-01-03"}]])
 @pytest.mark.parametrize("kind", ["jsonl", "json"])
-def test_a_message_that_is_a_date_stays_as_it_is(
-    kind: str, more: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_message_that_is_a_date_stays_as_it_is(kind, more, tmp_path):
     of, file = tokenizer_of(CHATML), tmp_path / f"chats.{kind}"
     chat = [{**a, **b} for a, b in zip(DATES, more, strict=True)]
 
-    def read(chats: list[Any]) -> list[tuple[str]]:
+    def read(chats):
         rows_of(chats, file)
         if kind == "json":
             file.write_text(json.dumps([{"messages": chat} for chat in chats]))
@@ -328,9 +320,7 @@ def test_a_message_that_is_a_date_stays_as_it_is(
 
 @pytest.mark.parametrize("names", [("prompt", "completion"), ("chosen", "rejected")])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_one_of_several_columns_of_chats_is_named(
-    kind: str, names: tuple[str, str], tmp_path: Path
-) -> None:
+def test_one_of_several_columns_of_chats_is_named(kind, names, tmp_path):
     of, file, chats = tokenizer_of(CHATML), tmp_path / f"chats.{kind}", (TWO[:2], TWO[2:])
     table = Dataset.from_list([dict(zip(names, chats, strict=True))] * 2)
     table.to_json(file) if kind == "jsonl" else table.to_parquet(file)
@@ -351,7 +341,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_chat_that_a_template_refuses_is_named(case: str, tmp_path: Path) -> None:
+def test_a_chat_that_a_template_refuses_is_named(case, tmp_path):
     template, chat, message = REFUSED[case]
     of, data = tokenizer_of(template), rows_of([chat, TWO], tmp_path / "chats.jsonl")
     with pytest.raises(DataError, match=message) as caught:
@@ -359,7 +349,7 @@ def test_a_chat_that_a_template_refuses_is_named(case: str, tmp_path: Path) -> N
     assert "chats.jsonl" in str(caught.value)
 
 
-def test_answers_that_are_cut_off_are_counted(tmp_path: Path) -> None:
+def test_answers_that_are_cut_off_are_counted(tmp_path):
     of, long = tokenizer_of(ZEPHYR), [user("q" * 90), answer("late")]
     data = rows_of([[user("q"), answer("soon")], long, long], tmp_path / "chats.jsonl")
     with pytest.warns(HeadpruneWarning, match="2 of 3 chats are cut off at 60 tokens"):
@@ -372,7 +362,7 @@ def test_answers_that_are_cut_off_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [LLAMA3, GEMMA, MISTRAL])
-def test_chats_begin_once_and_end_once(template: str, tmp_path: Path) -> None:
+def test_chats_begin_once_and_end_once(template, tmp_path):
     of = tokenizer_of(template)
     of.add_bos_token = True
     bos, eos = of.bos_token_id, of.eos_token_id

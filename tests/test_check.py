@@ -1,7 +1,5 @@
 """Limits, verdicts and baselines: what passes, what breaks, what is undecided, what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as Xml
 
 import numpy as np
@@ -33,7 +30,6 @@ from headprune.regression.check import CheckReport, check, update_baseline
 from headprune.regression.junit import junit_xml
 from headprune.regression.limits import Comparison, parse_limit
 from headprune.regression.verdicts import (
-    Judged,
     Verdict,
     counted,
     judge,
@@ -50,11 +46,11 @@ ROOT = Path(__file__).parents[1]
 FAST = {"seq_len": 16, "resamples": 1000, "max_windows": 40}
 
 
-def interval(low: float, high: float, n: int = 40) -> Interval:
+def interval(low, high, n=40):
     return Interval((low + high) / 2, float(low), float(high), 0.99, n)
 
 
-def of_limit(text: str, ours: Samples, theirs: Samples | None = None, seed: int = 0) -> Interval:
+def of_limit(text, ours, theirs=None, seed=0):
     limit = parse_limit(text)
     return interval_of(limit.metric, number_of(limit), ours, theirs, 1000, 0.99, seed)
 
@@ -80,9 +76,7 @@ def of_limit(text: str, ours: Samples, theirs: Samples | None = None, seed: int 
         ("lambada:acc >= 98 %", Comparison.SHARE, ">=", 0.98),
     ],
 )
-def test_limits_say_what_they_compare(
-    text: str, kind: Comparison, op: str, bound: float | str
-) -> None:
+def test_limits_say_what_they_compare(text, kind, op, bound):
     limit = parse_limit(text)
     assert (limit.kind, limit.op) == (kind, op)
     assert limit.bound == (bound if isinstance(bound, str) else pytest.approx(bound))
@@ -112,7 +106,7 @@ def test_limits_say_what_they_compare(
         ("lambada:acc == 1", "bound the score of a task by <= or >="),
     ],
 )
-def test_limits_that_make_no_sense_are_refused(text: str, message: str) -> None:
+def test_limits_that_make_no_sense_are_refused(text, message):
     with pytest.raises(HeadpruneError) as found:
         parse_limit(text)
     assert message in str(found.value)
@@ -133,14 +127,14 @@ def test_limits_that_make_no_sense_are_refused(text: str, message: str) -> None:
         (0.0200001, 0.05, Verdict.BROKEN),
     ],
 )
-def test_the_whole_interval_decides(low: float, high: float, verdict: Verdict) -> None:
+def test_the_whole_interval_decides(low, high, verdict):
     assert judge(parse_limit("perplexity <= +2 %"), interval(low, high)).verdict is verdict
     mirrored = judge(parse_limit("accuracy >= -2 %"), interval(-high, -low))
     assert mirrored.verdict is verdict
 
 
 @pytest.mark.quick
-def test_nothing_is_rounded_before_it_is_compared() -> None:
+def test_nothing_is_rounded_before_it_is_compared():
     limit = parse_limit("perplexity <= 25")
     over = judge(limit, interval(25 + 1e-9, 25 + 3e-9))
     assert over.verdict is Verdict.BROKEN
@@ -159,13 +153,13 @@ def test_nothing_is_rounded_before_it_is_compared() -> None:
         ("kv_heads <= 33.3 %", 333, 1000),
     ],
 )
-def test_counts_at_their_limit_hold(text: str, value: int, reference: int) -> None:
+def test_counts_at_their_limit_hold(text, value, reference):
     limit = parse_limit(text)
     assert judge_exact(limit, counted(limit, value, reference)).verdict is Verdict.PASSED
     assert judge_exact(limit, counted(limit, value + 1, reference)).verdict is Verdict.BROKEN
 
 
-def test_all_right_is_not_certainly_all_right() -> None:
+def test_all_right_is_not_certainly_all_right():
     found = of_limit("accuracy >= 0.99", Samples({"hits": np.ones(20)}))
     assert found.low == pytest.approx(0.005 ** (1 / 20))  # the exact binomial bound
     assert judge(parse_limit("accuracy >= 0.99"), found).verdict is Verdict.UNDECIDED
@@ -173,14 +167,14 @@ def test_all_right_is_not_certainly_all_right() -> None:
 
 
 @pytest.mark.parametrize("metric", ["needle_accuracy", "last_word_accuracy[main]"])
-def test_nor_is_any_other_share(metric: str) -> None:
+def test_nor_is_any_other_share(metric):
     _, domain = parted(metric)
     columns = dict.fromkeys(("last_word_hits", "needle_hits"), np.ones(30))
     samples = Samples({within(column, domain): values for column, values in columns.items()})
     done = EvaluationRun(Report.model_construct(), (samples,))
     settings = CheckConfig(model="m", data="d", resamples=1000)
 
-    def judged(text: str) -> Judged:
+    def judged(text):
         return judge_limit(parse_limit(text), done, "native", None, {}, settings)
 
     found = judged(f"{metric} >= 0.99")
@@ -207,7 +201,7 @@ ALIKE = {
 
 @pytest.mark.parametrize("metric", ALIKE)
 @pytest.mark.parametrize("n", [1, 3, 300])
-def test_examples_on_which_two_models_agree_decide_little(metric: str, n: int) -> None:
+def test_examples_on_which_two_models_agree_decide_little(metric, n):
     same = Samples({name: column[:n] for name, column in ALIKE[metric].items()})
     op, sign = ("<=", "+") if metric in ("perplexity", "wer") else (">=", "-")
     unit = 100 if metric == "bleu" else 1
@@ -220,7 +214,7 @@ def test_examples_on_which_two_models_agree_decide_little(metric: str, n: int) -
         assert "interval unknown" in judged.sentence() and judged.interval() == ""
 
 
-def paired(p_lost: float, n: int, seed: int) -> tuple[Samples, Samples]:
+def paired(p_lost, n, seed):
     """An original that is right on 80 %, and a model that loses some of these."""
     generator = np.random.default_rng([seed, n])
     base = generator.random(n) < 0.8
@@ -228,7 +222,7 @@ def paired(p_lost: float, n: int, seed: int) -> tuple[Samples, Samples]:
     return Samples({"hits": ours.astype(float)}), Samples({"hits": base.astype(float)})
 
 
-def plain(number: Any, ours: Samples, theirs: Samples) -> Interval:
+def plain(number, ours, theirs):
     """The usual normal interval of the mean difference."""
     a, b = ours.columns["hits"], theirs.columns["hits"]
     gap, half = (a - b).mean(), 2.576 * (a - b).std() / len(a) ** 0.5
@@ -246,7 +240,7 @@ def plain(number: Any, ours: Samples, theirs: Samples) -> Interval:
         ("accuracy >= -2 %", 0.016),
     ],
 )
-def test_a_model_at_a_relative_limit_hardly_ever_passes(text: str, lost: float, n: int) -> None:
+def test_a_model_at_a_relative_limit_hardly_ever_passes(text, lost, n):
     limit, passed = parse_limit(text), {"exact": 0, "plain": 0}
     for seed in range(500):
         ours, theirs = paired(lost, n, seed)
@@ -268,13 +262,13 @@ OF_VECTORS = ("mean_cosine", "similarity_correlation")
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", METRICS)
-def test_every_metric_says_what_an_unseen_example_may_do(name: str) -> None:
+def test_every_metric_says_what_an_unseen_example_may_do(name):
     spec = METRICS[name]
     assert spec.proportion or spec.scale or name in (*CONTINUOUS, *OF_VECTORS)
     assert not (spec.proportion and spec.scale)
 
 
-def rarely_bad(metric: str, n: int, seed: int) -> tuple[Samples, Samples]:
+def rarely_bad(metric, n, seed):
     """Most examples are alike, a few differ a little, and one in twenty loses nearly all."""
     draw = np.random.default_rng([seed, n])
     base, chance = draw.uniform(0.8, 1, n), draw.random(n)
@@ -292,7 +286,7 @@ def rarely_bad(metric: str, n: int, seed: int) -> tuple[Samples, Samples]:
 
 @pytest.mark.parametrize("n", [3, 10, 30, 100])
 @pytest.mark.parametrize("metric", ["task:f1", "rouge1", "tag_accuracy", "micro_f1", "wer"])
-def test_a_rare_large_loss_hardly_ever_passes(metric: str, n: int) -> None:
+def test_a_rare_large_loss_hardly_ever_passes(metric, n):
     text = f"{metric} <= +0.01" if metric == "wer" else f"{metric} >= -0.01"
     limit, passed = parse_limit(text), {"bounded": 0, "resampled": 0}
     for seed in range(150):
@@ -306,7 +300,7 @@ def test_a_rare_large_loss_hardly_ever_passes(metric: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("metric", ["task:f1", "rouge1", "tag_accuracy", "wer"])
-def test_hundreds_of_examples_decide(metric: str) -> None:
+def test_hundreds_of_examples_decide(metric):
     op, sign = ("<=", "+") if metric == "wer" else (">=", "-")
     ours, theirs = rarely_bad(metric, 600, 0)
     for width, model, verdict in (
@@ -319,7 +313,7 @@ def test_hundreds_of_examples_decide(metric: str) -> None:
 
 
 @pytest.mark.parametrize("n", [10, 30])
-def test_skewed_losses_at_their_limit_hardly_ever_pass(n: int) -> None:
+def test_skewed_losses_at_their_limit_hardly_ever_pass(n):
     limit, passed = parse_limit("nll_nats_per_token <= +0.1"), {"further": 0, "resampled": 0}
     tokens = np.full(n, 50.0)
     for seed in range(300):
@@ -337,7 +331,7 @@ def test_skewed_losses_at_their_limit_hardly_ever_pass(n: int) -> None:
     assert passed["further"] <= 5 < passed["resampled"]
 
 
-def test_weights_of_one_give_the_metric() -> None:
+def test_weights_of_one_give_the_metric():
     samples = losses(0)
     drawn = np.random.default_rng(0).integers(0, 4, 60)
     rows = np.repeat(np.arange(60), drawn)
@@ -349,7 +343,7 @@ def test_weights_of_one_give_the_metric() -> None:
         assert found[0] != pytest.approx(found[1], rel=1e-4)
 
 
-def test_undecided_says_how_much_data_would_tell() -> None:
+def test_undecided_says_how_much_data_would_tell():
     limit = parse_limit("perplexity <= +2 %")
     close = judge(limit, Interval(0.01, -0.01, 0.03, 0.99, 40))
     # the upper half is twice as long as the way to the bound: four times the windows
@@ -362,12 +356,12 @@ def test_undecided_says_how_much_data_would_tell() -> None:
 
 
 @pytest.mark.parametrize("n", [3, 8])
-def test_a_handful_of_windows_breaks_a_bound_that_lies_far_off(n: int) -> None:
+def test_a_handful_of_windows_breaks_a_bound_that_lies_far_off(n):
     nll = np.random.default_rng(0).normal(3.6, 0.1, n)
     same = Samples({"nll_nats": 255 * nll, "tokens": np.full(n, 255.0)})
     ours = same.statistic("perplexity")
 
-    def verdict(text: str, windows: int = n) -> Verdict:
+    def verdict(text, windows=n):
         some = Samples({name: column[:windows] for name, column in same.columns.items()})
         return judge(parse_limit(text), of_limit(text, some)).verdict
 
@@ -378,7 +372,7 @@ def test_a_handful_of_windows_breaks_a_bound_that_lies_far_off(n: int) -> None:
 
 
 @pytest.mark.quick
-def test_the_worst_verdict_wins() -> None:
+def test_the_worst_verdict_wins():
     limit = parse_limit("query_heads <= 10")
     passed, broken = judge_exact(limit, 10.0), judge_exact(limit, 11.0)
     close = judge(parse_limit("perplexity <= 25"), interval(24, 26))
@@ -390,7 +384,7 @@ def test_the_worst_verdict_wins() -> None:
 # --- statistics
 
 
-def losses(seed: int, n: int = 60) -> Samples:
+def losses(seed, n=60):
     """Numbers of every column of the table."""
     generator = np.random.default_rng(seed)
     names = dict.fromkeys(name for spec in METRICS.values() for name in spec.columns)
@@ -409,7 +403,7 @@ def losses(seed: int, n: int = 60) -> Samples:
 
 
 @pytest.mark.parametrize("name", [name for name, spec in METRICS.items() if spec.formula])
-def test_formulas_give_one_number_per_resample(name: str) -> None:
+def test_formulas_give_one_number_per_resample(name):
     samples = losses(0)
     assert name in samples.metrics()
     statistic, rows = samples.statistic(name), np.random.default_rng(1).integers(0, 60, (7, 60))
@@ -419,7 +413,7 @@ def test_formulas_give_one_number_per_resample(name: str) -> None:
     assert np.abs(together - statistic(rows[::-1])).max() > 1e-3  # rows matter
 
 
-def test_macro_f1_is_the_mean_of_the_classes() -> None:
+def test_macro_f1_is_the_mean_of_the_classes():
     said, true = np.random.default_rng(0).integers(0, 4, (2, 50))
     true[true == 3] = 2  # a class that is predicted alone
     flags = [np.eye(5)[numbers] for numbers in (said, true)]  # and one that never is
@@ -440,7 +434,7 @@ def test_macro_f1_is_the_mean_of_the_classes() -> None:
         ("accuracy >= 98 %", lambda a, b: a / b),
     ],
 )
-def test_limits_compare_the_right_way_round(text: str, wanted: Any) -> None:
+def test_limits_compare_the_right_way_round(text, wanted):
     limit, every = parse_limit(text), np.arange(60)
     ours, theirs = losses(0), losses(1)
     a, b = (s.statistic(limit.metric)(every) for s in (ours, theirs))
@@ -448,9 +442,7 @@ def test_limits_compare_the_right_way_round(text: str, wanted: Any) -> None:
     assert number_of(limit)(b, a) != pytest.approx(wanted(a, b))
 
 
-def test_resamples_do_not_depend_on_how_many_are_drawn_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_resamples_do_not_depend_on_how_many_are_drawn_at_once(monkeypatch):
     statistic = losses(0).statistic("perplexity")
     whole = bootstrap(statistic, 60, 500, 0.99, seed=3)
     monkeypatch.setattr("headprune.evaluation.comparison._DRAWN_AT_ONCE", 60 * 7)
@@ -459,7 +451,7 @@ def test_resamples_do_not_depend_on_how_many_are_drawn_at_once(
 
 
 @pytest.mark.parametrize("n", [96, 4])
-def test_false_alarms_are_as_rare_as_the_confidence_says_and_losses_are_found(n: int) -> None:
+def test_false_alarms_are_as_rare_as_the_confidence_says_and_losses_are_found(n):
     """A model equal on average, on the very limit; and one that is 3 % worse."""
     limit, alarms, found = parse_limit("perplexity <= +0 %"), 0, 0
     for seed in range(400):
@@ -482,7 +474,7 @@ def test_false_alarms_are_as_rare_as_the_confidence_says_and_losses_are_found(n:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory):
     """base; same (its copy), worse (attention of other strength), cut (heads are gone)."""
     root = tmp_path_factory.mktemp("check")
     model = tiny.model("llama-gqa")
@@ -498,16 +490,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def config(root: Path, model: str = "base", **settings: Any) -> CheckConfig:
+def config(root, model="base", **settings):
     named = {"model": root / model, "data": root / "text.txt", "baseline": root / "b.json"}
     return CheckConfig(**{k: str(v) for k, v in named.items()} | FAST | settings)
 
 
-def verdicts_of(report: CheckReport) -> dict[str, str]:
+def verdicts_of(report):
     return {one.limit: one.verdict.value for one in report.limits}
 
 
-def test_an_unchanged_model_passes_and_a_damaged_one_does_not(folders: Path) -> None:
+def test_an_unchanged_model_passes_and_a_damaged_one_does_not(folders):
     limits = (
         "perplexity <= +0 %",
         "nll_nats_per_token <= +0.01",
@@ -533,7 +525,7 @@ def test_an_unchanged_model_passes_and_a_damaged_one_does_not(folders: Path) -> 
     assert recovery.value == pytest.approx(values[1] / values[0])
 
 
-def test_a_baseline_holds_what_it_takes(folders: Path) -> None:
+def test_a_baseline_holds_what_it_takes(folders):
     made = read_baseline(folders / "b.json")
     assert all(f in Baseline.__doc__ for f in Baseline.model_fields)
     assert made.settings["seed"] == 0 and made.limits == ("perplexity <= +2 %",)
@@ -544,7 +536,7 @@ def test_a_baseline_holds_what_it_takes(folders: Path) -> None:
     assert {"torch", "transformers", "headprune"} <= set(made.versions)
 
 
-def test_speed_is_a_ratio_of_one_run(folders: Path) -> None:
+def test_speed_is_a_ratio_of_one_run(folders):
     slow, model = tiny.model("llama-gqa"), tiny.model("llama-gqa")
     slow.register_forward_pre_hook(lambda module, args: time.sleep(0.01))
     names = {"prefill_tokens_per_s", "decode_tokens_per_s"}
@@ -574,15 +566,13 @@ def test_speed_is_a_ratio_of_one_run(folders: Path) -> None:
         ("bert-mlm", {"text_column": "a"}, ("perplexity <= +1 %", "bits_per_byte <= +0.001")),
     ],
 )
-def test_other_tasks_have_limits_of_their_own(
-    case: str, columns: dict[str, str], limits: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_other_tasks_have_limits_of_their_own(case, columns, limits, tmp_path):
     base, path = tiny.save(tiny.model(case), tmp_path / "base"), tmp_path / "b.json"
     rows = [f"{tiny.text(5, s)},{tiny.text(6, s + 99)},{s % 2}" for s in range(24)]
     (tmp_path / "rows.csv").write_text("\n".join(["a,b,y", *rows]))
     named = {"model": base, "data": tmp_path / "rows.csv", "baseline": path, "against": base}
     places = {name: str(place) for name, place in named.items()}
-    given: dict[str, Any] = {**places, **columns, **FAST, "seq_len": 8}
+    given = {**places, **columns, **FAST, "seq_len": 8}
     settings = CheckConfig(**given, limits=limits)
     update_baseline(settings)
     assert verdicts_of(check(settings)) == dict.fromkeys(limits, "passed")
@@ -595,14 +585,14 @@ def test_other_tasks_have_limits_of_their_own(
 # --- refusals
 
 
-def refused(settings: CheckConfig, message: str, kind: type[Exception] = HeadpruneError) -> None:
+def refused(settings, message, kind=HeadpruneError):
     with pytest.raises(kind) as found:
         check(settings)
     assert message in str(found.value)
     assert "\n" not in str(found.value)
 
 
-def test_limits_without_what_they_need_are_refused(folders: Path) -> None:
+def test_limits_without_what_they_need_are_refused(folders):
     refused(config(folders), "There is no limit to check")
     change, recovery = ("perplexity <= +2 %",), ("perplexity >= 98 %",)
     refused(config(folders, limits=change, baseline=None), "give --baseline FILE")
@@ -616,7 +606,7 @@ def test_limits_without_what_they_need_are_refused(folders: Path) -> None:
     refused(missing, "There is no baseline at", CheckpointError)
 
 
-def test_a_baseline_of_something_else_is_refused(folders: Path, tmp_path: Path) -> None:
+def test_a_baseline_of_something_else_is_refused(folders, tmp_path):
     limits = {"limits": ("perplexity <= +2 %",)}
     tiny.save(tiny.model("gpt2"), tmp_path / "gpt2")
     other = config(folders, **limits, model=str(tmp_path / "gpt2"))
@@ -635,7 +625,7 @@ def test_a_baseline_of_something_else_is_refused(folders: Path, tmp_path: Path) 
     assert check(config(folders, **limits | {"batch_size": 3})).passed  # that changes nothing
 
 
-def test_needles_in_other_contexts_are_no_baseline(folders: Path, tmp_path: Path) -> None:
+def test_needles_in_other_contexts_are_no_baseline(folders, tmp_path):
     limits = {"limits": ("needle_accuracy >= -0.9",), "baseline": str(tmp_path / "b.json")}
     update_baseline(config(folders, **limits, needle_lengths=(48,)))
     check(config(folders, **limits, needle_lengths=(48,)))
@@ -647,7 +637,7 @@ def test_needles_in_other_contexts_are_no_baseline(folders: Path, tmp_path: Path
     check(config(folders, **absolute, needle_lengths=(64,)))  # nothing of needles is compared
 
 
-def test_embeddings_beside_another_original_are_no_baseline(tmp_path: Path) -> None:
+def test_embeddings_beside_another_original_are_no_baseline(tmp_path):
     model = tiny.model("bert-base")
     tiny.save(model, tmp_path / "base")
     shutil.copytree(tmp_path / "base", tmp_path / "same")
@@ -657,7 +647,7 @@ def test_embeddings_beside_another_original_are_no_baseline(tmp_path: Path) -> N
     (tmp_path / "text.txt").write_text("\n".join(f"{tiny.text(8, s)}." for s in range(30)))
     limits = {"limits": ("mean_cosine >= -0.01",)}
 
-    def beside(name: str, model: str = "base") -> CheckConfig:
+    def beside(name, model="base"):
         return config(tmp_path, model, **limits, against=str(tmp_path / name))
 
     update_baseline(beside("base"))
@@ -684,9 +674,7 @@ def test_embeddings_beside_another_original_are_no_baseline(tmp_path: Path) -> N
         (lambda c: "{", "not readable as JSON"),
     ],
 )
-def test_damaged_baselines_are_refused(
-    damage: Any, message: str, folders: Path, tmp_path: Path
-) -> None:
+def test_damaged_baselines_are_refused(damage, message, folders, tmp_path):
     content = damage(json.loads((folders / "b.json").read_text()))
     path = tmp_path / "b.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -694,7 +682,7 @@ def test_damaged_baselines_are_refused(
     refused(config(folders, limits=limits, baseline=str(path)), message, CheckpointError)
 
 
-def test_a_baseline_is_replaced_as_a_whole(folders: Path, tmp_path: Path) -> None:
+def test_a_baseline_is_replaced_as_a_whole(folders, tmp_path):
     shutil.copy(folders / "b.json", tmp_path)
     path = tmp_path / "b.json"
     (tmp_path / "other.txt").write_text(tiny.text(2_000, seed=1))
@@ -707,7 +695,7 @@ def test_a_baseline_is_replaced_as_a_whole(folders: Path, tmp_path: Path) -> Non
 # --- what others read
 
 
-def some_verdicts() -> tuple[Judged, ...]:
+def some_verdicts():
     return (
         judge_exact(parse_limit("query_heads == 24"), 24.0),
         judge(parse_limit("perplexity <= +2 %"), interval(0.03, 0.05)),
@@ -715,7 +703,7 @@ def some_verdicts() -> tuple[Judged, ...]:
     )
 
 
-def test_junit_counts_and_escapes() -> None:
+def test_junit_counts_and_escapes():
     root = Xml.fromstring(junit_xml("<script>&\x00", some_verdicts(), 1.5))
     (suite,) = root
     counts = {k: suite.get(k) for k in ("tests", "failures", "skipped", "errors")}
@@ -725,7 +713,7 @@ def test_junit_counts_and_escapes() -> None:
     assert "+4.00 %" in str(suite[1][0].get("message"))
 
 
-def test_annotations_and_summary_cannot_be_broken_out_of() -> None:
+def test_annotations_and_summary_cannot_be_broken_out_of():
     assert annotation("error", "50 %\n::set-env") == (
         r"::error title=headprune check::50 %25%0A:\:set-env"
     )
@@ -740,7 +728,7 @@ def test_annotations_and_summary_cannot_be_broken_out_of() -> None:
 
 
 @pytest.fixture
-def yaml_file(folders: Path, tmp_path: Path) -> Path:
+def yaml_file(folders, tmp_path):
     settings = config(folders, limits=["perplexity <= +2 %"]).model_dump(
         mode="json", exclude_unset=True
     )
@@ -750,12 +738,8 @@ def yaml_file(folders: Path, tmp_path: Path) -> Path:
 
 
 def test_the_command_passes_breaks_and_tells_actions(
-    yaml_file: Path,
-    folders: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    yaml_file, folders, tmp_path, capsys, monkeypatch
+):
     for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(name, raising=False)
     code, out, err = run(capsys, "check", "--config", yaml_file)
@@ -793,9 +777,7 @@ def test_the_command_passes_breaks_and_tells_actions(
         ("{model: ., data: y, limits: perplexity <= 25%%}", "'25%%' is no number"),
     ],
 )
-def test_a_bad_config_is_one_sentence(
-    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_config_is_one_sentence(content, message, tmp_path, capsys):
     path = tmp_path / "headprune.yaml"
     path.write_text(content)
     code, out, err = run(capsys, "check", "--config", path)
@@ -814,13 +796,8 @@ def test_a_bad_config_is_one_sentence(
     ],
 )
 def test_a_check_that_cannot_run_replaces_the_verdicts_of_an_earlier_one(
-    by_file: bool,
-    settings: dict[str, Any],
-    message: str,
-    folders: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    by_file, settings, message, folders, tmp_path, capsys
+):
     junit, file = tmp_path / "junit.xml", tmp_path / "headprune.yaml"
     asked = {
         "model": str(folders / "nowhere" if not settings else folders),
@@ -839,7 +816,7 @@ def test_a_check_that_cannot_run_replaces_the_verdicts_of_an_earlier_one(
     assert message in str(suite[0][0].get("message"))
 
 
-def test_a_file_of_others_is_never_replaced(tmp_path: Path) -> None:
+def test_a_file_of_others_is_never_replaced(tmp_path):
     foreign, junit = tmp_path / "mine.xml", tmp_path / "junit.xml"
     foreign.write_text("<mine />")
     with pytest.raises(HeadpruneError, match="confidence"):
@@ -851,9 +828,7 @@ def test_a_file_of_others_is_never_replaced(tmp_path: Path) -> None:
     assert "<error" in junit.read_text()
 
 
-def test_what_could_not_run_is_told_to_actions(
-    folders: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_run_is_told_to_actions(folders, capsys, monkeypatch):
     monkeypatch.setenv("GITHUB_ACTIONS", "true")
     model = (folders / "base", "--data", folders / "text.txt")
     code, _, err = run(capsys, "check", *model, "--limit", "perplexity 3")
@@ -862,9 +837,7 @@ def test_what_could_not_run_is_told_to_actions(
     refuses(capsys, "--update-baseline needs --baseline", "check", *model, "--update-baseline")
 
 
-def test_the_command_writes_a_baseline(
-    yaml_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_baseline(yaml_file, tmp_path, capsys):
     path = tmp_path / "new.json"
     update = ("check", "--config", yaml_file, "--update-baseline", "--baseline", path)
     out = succeeds(capsys, *update, "--json")
@@ -873,7 +846,7 @@ def test_the_command_writes_a_baseline(
     assert code == 0 and "40 windows" in " ".join(out.split()), err
 
 
-def test_the_fixture_asserts(assert_no_regression: Any, folders: Path) -> None:  # noqa: F811
+def test_the_fixture_asserts(assert_no_regression, folders):  # noqa: F811
     report = assert_no_regression(folders / "same", folders / "b.json", resamples=1000)
     assert verdicts_of(report) == {"perplexity <= +2 %": "passed"}  # the baseline's own limit
     assert report.provenance.settings["max_windows"] == 40  # and settings
@@ -885,7 +858,7 @@ def test_the_fixture_asserts(assert_no_regression: Any, folders: Path) -> None: 
 
 
 @pytest.mark.process
-def test_the_plugin_is_light() -> None:
+def test_the_plugin_is_light():
     code = "import sys, headprune.pytest_plugin; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -893,7 +866,7 @@ def test_the_plugin_is_light() -> None:
 # --- what is shipped
 
 
-def test_the_action_runs_the_command_with_options_that_exist() -> None:
+def test_the_action_runs_the_command_with_options_that_exist():
     action = yaml.safe_load((ROOT / ".github/actions/check/action.yml").read_text())
     script = action["runs"]["steps"][-1]
     assert "${{" not in script["run"]  # inputs are no code
@@ -902,7 +875,7 @@ def test_the_action_runs_the_command_with_options_that_exist() -> None:
     assert used == {"--config", "--junit"}
 
 
-def test_the_self_check_has_limits_that_parse_and_a_baseline_that_reads() -> None:
+def test_the_self_check_has_limits_that_parse_and_a_baseline_that_reads():
     folder = ROOT / "scripts/self_check"
     settings = yaml.safe_load((folder / "headprune.yaml").read_text())
     made = read_baseline(folder / "baseline.json")

@@ -1,10 +1,7 @@
 """Every class that transformers' auto mappings give for a supported family, cut once."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,9 +22,9 @@ FOREIGN = {"JevForDecision"}
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 
 
-def one_per_head() -> set[tuple[str, str]]:
+def one_per_head():
     """The first class of every kind of head: what it is called behind the name of its family."""
-    first: dict[str, tuple[str, str]] = {}
+    first = {}
     for family, name in CLASSES:
         head = re.search(r"(For|Model|Backbone|LMHead|Encoder).*", name)
         first.setdefault(head[0] if head else name, (family, name))
@@ -40,7 +37,7 @@ FAST = one_per_head() | {("bart", "BartForSequenceClassification"), ("bert", "Be
 @pytest.mark.parametrize(
     ("family", "name"), slow_unless(lambda *case: case in FAST, CLASSES), ids=str
 )
-def test_a_class_is_cut_or_refused_in_a_sentence(family: str, name: str, tmp_path: Path) -> None:
+def test_a_class_is_cut_or_refused_in_a_sentence(family, name, tmp_path):
     source, result = tmp_path / "model", tmp_path / "cut"
     if name in FOREIGN:
         classes.build(family, tiny.model(family).__class__.__name__).save_pretrained(source)
@@ -63,7 +60,7 @@ def test_a_class_is_cut_or_refused_in_a_sentence(family: str, name: str, tmp_pat
     assert type(pruned).__mro__[1] is getattr(transformers, name) or type(pruned).__name__ == name
 
 
-def test_an_encoder_that_is_a_decoder_is_a_language_model(tmp_path: Path) -> None:
+def test_an_encoder_that_is_a_decoder_is_a_language_model(tmp_path):
     model = classes.build("bert", "BertLMHeadModel", is_decoder=True)
     model.save_pretrained(tmp_path / "model")
     plan = classes.plan_of_one_unit(model, tmp_path / "plan.json")
@@ -80,7 +77,7 @@ def test_an_encoder_that_is_a_decoder_is_a_language_model(tmp_path: Path) -> Non
         ("dinov2", "Dinov2Backbone"),
     ],
 )
-def test_what_a_class_gives_moves_with_its_heads(family: str, name: str) -> None:
+def test_what_a_class_gives_moves_with_its_heads(family, name):
     model = classes.build(family, name)
     inputs, attentions = probes.probe_inputs(model), attention_of(model)
     whole = probes.probe(model, inputs)
@@ -91,7 +88,7 @@ def test_what_a_class_gives_moves_with_its_heads(family: str, name: str) -> None
     assert all((whole[output] - without[output]).abs().max() > 1e-6 for output in whole)
 
 
-def test_a_model_that_does_not_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_model_that_does_not_run_is_refused_in_a_sentence(tmp_path):
     name = "Data2VecVisionForSemanticSegmentation"
     model = classes.build("data2vec-vision", name, out_indices=[3, 5, 7, 11])
     model.save_pretrained(tmp_path / "model")

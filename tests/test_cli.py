@@ -1,7 +1,5 @@
 """The command line: lean start, good runs, and one sentence for every mistake."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,11 +24,11 @@ from tests.dying import state, write
 TRAIN = ["--steps", "4", "--config", "batch_size=2", "--config", "seq_len=16"]
 
 
-def headprune(*arguments: object) -> list[str]:
+def headprune(*arguments):
     return [sys.executable, "-m", "headprune", *map(str, arguments)]
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+def printed(capsys, *arguments):
     """Runs a command in this process, as main() does; returns exit code, stdout, stderr."""
     before = sys.argv
     sys.argv = ["headprune", *map(str, arguments)]
@@ -48,7 +45,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     return code, captured.out, captured.err
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+def run(capsys, *arguments):
     """The same, with stderr in one line, wherever the terminal breaks it."""
     code, out, err = printed(capsys, *arguments)
     return code, out, " ".join(err.split())
@@ -70,7 +67,7 @@ def refuses(capsys, message, *arguments):
 
 @pytest.mark.quick
 @pytest.mark.process
-def test_help_does_not_import_torch() -> None:
+def test_help_does_not_import_torch():
     code = (
         "import sys; sys.argv = ['headprune', '--help']\n"
         "from headprune.app import main\n"
@@ -83,7 +80,7 @@ def test_help_does_not_import_torch() -> None:
 
 
 @pytest.fixture(scope="module")
-def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gates(tmp_path_factory):
     """Trained gates of the tiny Llama, by a process of its own; nobody changes them."""
     home = tmp_path_factory.mktemp("trained")
     model, text = tiny.save(tiny.model("llama-gqa"), home / "llama"), home / "text.txt"
@@ -97,13 +94,7 @@ def gates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.process
-def test_the_main_job_end_to_end(
-    llama_folder: Path,
-    gates: Path,
-    text_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_main_job_end_to_end(llama_folder, gates, text_file, tmp_path, capsys):
     out = tmp_path / "out"
     text = succeeds(capsys, "prune", llama_folder, "--gates", gates, "--dry-run")
     assert "model.layers.0.self_attn" in text
@@ -114,7 +105,7 @@ def test_the_main_job_end_to_end(
     report = tmp_path / "report.json"
     code, text, err = run(
         capsys, "evaluate", out, "--data", text_file, "--against", llama_folder,
-        "--config", "seq_len=16", report, "--json",
+        "--config", "seq_len=16", report, "--json"
     )  # fmt: skip
     assert code == 0, err
     assert json.loads(text) == json.loads(report.read_text())
@@ -123,9 +114,7 @@ def test_the_main_job_end_to_end(
     succeeds(capsys, "inspect", out)
 
 
-def test_keep_overrides_the_trained_count(
-    llama_folder: Path, gates: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keep_overrides_the_trained_count(llama_folder, gates, capsys):
     base = ("prune", llama_folder, "--gates", gates, "--dry-run", "--json")
     for keep, heads in (("0.75", 18), ("4", 4)):
         text = succeeds(capsys, *base, "--keep", keep)
@@ -134,9 +123,7 @@ def test_keep_overrides_the_trained_count(
         refuses(capsys, "None of the 24 query heads would stay", *base, "--keep", keep)
 
 
-def test_shapes_are_weighed_in_the_dry_run_and_hit(
-    llama_folder: Path, gates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shapes_are_weighed_in_the_dry_run_and_hit(llama_folder, gates, tmp_path, capsys):
     base = ("prune", llama_folder, "--gates", gates)
     text = succeeds(capsys, *base, "--dry-run", "--json")
     costs = {cost["shape"]: cost for cost in json.loads(text)["shapes"]}
@@ -152,9 +139,7 @@ def test_shapes_are_weighed_in_the_dry_run_and_hit(
     assert not list(out.glob("*.py"))
 
 
-def test_a_native_shape_that_cannot_be_is_refused(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_native_shape_that_cannot_be_is_refused(llama_folder, tmp_path, capsys):
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"model.layers.1.self_attn": [0, 1]}))
     out = tmp_path / "out"
@@ -168,12 +153,8 @@ def test_a_native_shape_that_cannot_be_is_refused(
 
 
 def test_prune_again_keeps_the_ids_and_the_lineage(
-    llama_folder: Path,
-    gates: Path,
-    text_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    llama_folder, gates, text_file, tmp_path, capsys
+):
     first, second = tmp_path / "first", tmp_path / "second"
     assert run(capsys, "prune", llama_folder, "--gates", gates, first)[0] == 0
     command = ["train-gates", first, "--data", text_file, tmp_path / "again"]
@@ -196,13 +177,11 @@ def test_prune_again_keeps_the_ids_and_the_lineage(
     assert run(capsys, *wrong)[0] == 2
 
 
-def read_json(path: Path) -> Any:
+def read_json(path):
     return json.loads(path.read_text())
 
 
-def test_a_plain_load_without_our_code_fails_loudly(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plain_load_without_our_code_fails_loudly(llama_folder, tmp_path, capsys):
     from transformers import AutoModelForCausalLM
 
     plan = tmp_path / "plan.json"
@@ -230,13 +209,7 @@ MODULE = "model.layers.0.self_attn"
         ({"schema_version": 1, "unit": "head", "attentions": {}}, f"says nothing of '{MODULE}'"),
     ],
 )
-def test_bad_plans(
-    plan: object,
-    message: str,
-    llama_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_plans(plan, message, llama_folder, tmp_path, capsys):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
     out = tmp_path / "out"
@@ -247,9 +220,7 @@ def test_bad_plans(
     assert not out.exists()
 
 
-def test_bad_targets(
-    llama_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_targets(llama_folder, text_file, tmp_path, capsys):
     base = ["train-gates", llama_folder, "--data", text_file, tmp_path / "g", *TRAIN]
     for options, message in (
         (["--target-heads", "1.5"], "between 0 and 1, not 1.5"),
@@ -269,11 +240,8 @@ def test_bad_targets(
         assert not (tmp_path / "g" / "gates.json").exists()
 
 
-def test_bad_data(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = {
-        "short.txt": "w1 w2 w3",
-        "rows.jsonl": '{"body": "w1 w2", "title": "w3"}\n',
-    }
+def test_bad_data(llama_folder, tmp_path, capsys):
+    files = {"short.txt": "w1 w2 w3", "rows.jsonl": '{"body": "w1 w2", "title": "w3"}\n'}
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     (tmp_path / "nothing").mkdir()
@@ -295,7 +263,7 @@ def test_bad_data(llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         refuses(capsys, message, *command, *options)
 
 
-def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_models(text_file, tmp_path, capsys):
     bare = tiny.save(tiny.model("gpt2"), tmp_path / "bare")
     (bare / "model.safetensors").unlink()
     unknown = tmp_path / "unknown"
@@ -316,9 +284,7 @@ def test_bad_models(text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("given", ["folder", "file", "shards"])
-def test_a_pickle_is_refused_with_the_lines_that_convert_it(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pickle_is_refused_with_the_lines_that_convert_it(given, tmp_path, monkeypatch, capsys):
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "m")
     weights = tiny.model("gpt2").state_dict()  # its output shares the embeddings
     name, parts = "pytorch_model.bin", [weights]
@@ -342,9 +308,7 @@ def test_a_pickle_is_refused_with_the_lines_that_convert_it(
     assert all(torch.equal(converted[key], wanted[key]) for key in wanted)
 
 
-def test_gates_of_another_model(
-    gates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gates_of_another_model(gates, tmp_path, capsys):
     model = tiny.model("llama-gqa")
     with torch.no_grad():
         attention_of(model)[0].output_projection.get_parameter("weight").mul_(-1)
@@ -354,9 +318,7 @@ def test_gates_of_another_model(
     refuses(capsys, "Give one of --gates", "prune", other, tmp_path / "o")
 
 
-def test_an_existing_output_is_kept_unless_overwritten(
-    llama_folder: Path, gates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_existing_output_is_kept_unless_overwritten(llama_folder, gates, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("x")
@@ -375,17 +337,13 @@ def test_an_existing_output_is_kept_unless_overwritten(
 
 
 def test_a_failed_proof_leaves_nothing_and_exits_with_1(
-    llama_folder: Path,
-    gates: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    llama_folder, gates, tmp_path, capsys, monkeypatch
+):
     from headprune.result import write as streamed
 
     write = streamed.write_shards
 
-    def corrupted(pieces: Any, folder: Path, *others: Any) -> None:
+    def corrupted(pieces, folder, *others):
         write(pieces, folder, *others)
         file = Path(folder) / "model.safetensors"
         weights = load_file(file)
@@ -401,9 +359,7 @@ def test_a_failed_proof_leaves_nothing_and_exits_with_1(
 
 
 @pytest.mark.process
-def test_ctrl_c_stops_with_130_and_resume_goes_on(
-    llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_stops_with_130_and_resume_goes_on(llama_folder, text_file, tmp_path):
     base = ["train-gates", llama_folder, "--data", text_file, tmp_path / "g"]
     sizes = [
         "--target-heads",
@@ -433,10 +389,8 @@ def test_ctrl_c_stops_with_130_and_resume_goes_on(
     assert steps == list(range(1, 201))
 
 
-def test_ctrl_c_is_told_whatever_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], llama_folder: Path
-) -> None:
-    def interrupted(*_: object, **__: object) -> None:
+def test_ctrl_c_is_told_whatever_runs(monkeypatch, capsys, llama_folder):
+    def interrupted(*_, **__):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("headprune.model.inspection.inspect", interrupted)
@@ -448,14 +402,12 @@ def test_ctrl_c_is_told_whatever_runs(
     assert code == 130 and "stopped by Ctrl-C; nothing half-written was left" in err
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_told(capsys):
     code, out, _ = run(capsys, "--version")
     assert (code, out.split()) == (0, ["headprune", __version__])
 
 
-def test_convert_heals_and_says_so(
-    text_file: Path, llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_heals_and_says_so(text_file, llama_folder, tmp_path, capsys):
     command = ["convert-gqa", llama_folder, "--kv-heads", "1", "--calibrate", text_file]
     small = ["--config", "seq_len=32", "--heal", "2", tmp_path / "out"]
     write(tmp_path / "out", 1)
@@ -475,9 +427,7 @@ def test_convert_heals_and_says_so(
     assert not (tmp_path / "no").exists()
 
 
-def test_memory_and_batches_are_reported(
-    text_file: Path, llama_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_and_batches_are_reported(text_file, llama_folder, capsys):
     options = [
         "--config",
         "seq_len=16",
@@ -505,7 +455,7 @@ def test_memory_and_batches_are_reported(
 
 
 @pytest.mark.process
-def test_the_progress_bar_is_drawn_at_a_terminal() -> None:
+def test_the_progress_bar_is_drawn_at_a_terminal():
     screen, stream = pty.openpty()
     done = subprocess.run(
         [sys.executable, "-m", "headprune", "families"],

@@ -1,14 +1,11 @@
 """Every command is one typed function: the command line, the Python API and the reference."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -30,12 +27,12 @@ COMMANDS = all_commands()
 ALL = list(COMMANDS)
 
 
-def at_the_command_line(name: str) -> dict[str, Any]:
+def at_the_command_line(name):
     command = command_line.at_the_command_line(COMMANDS[name])
     return {parameter.name: parameter for parameter in command.params}
 
 
-def test_there_are_few_commands_and_few_options() -> None:
+def test_there_are_few_commands_and_few_options():
     counts = {
         name: sum(p.param_type_name == "option" for p in at_the_command_line(name).values()) - 1
         if "help" in at_the_command_line(name)
@@ -48,7 +45,7 @@ def test_there_are_few_commands_and_few_options() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_command_is_its_function(name: str) -> None:
+def test_a_command_is_its_function(name):
     command, words = COMMANDS[name], at_the_command_line(name)
     assert getattr(headprune, name.replace("-", "_")) is command.run
     described = {flag(option) for option in command.options()}
@@ -82,7 +79,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_command_has_the_defaults_of_its_settings(name: str) -> None:
+def test_a_command_has_the_defaults_of_its_settings(name):
     fields = SETTINGS[name].model_fields
     shared = COMMANDS[name].parameters().keys() & fields.keys()
     assert len(shared) >= 4
@@ -92,13 +89,13 @@ def test_a_command_has_the_defaults_of_its_settings(name: str) -> None:
             assert default == getattr(info.default, "value", info.default), setting
 
 
-def kinds(of: type[Settings] = Settings) -> list[type[Settings]]:
+def kinds(of=Settings):
     ours = [each for each in of.__subclasses__() if each.__module__.startswith("headprune.")]
     return [each for kind in ours for each in (kind, *kinds(kind))]
 
 
 # commands that are not in the table above; a split is written behind the place of data: DATA@SPLIT
-OTHERS: dict[str, tuple[str, ...]] = {
+OTHERS = {
     "PlanConfig": ("prune",),
     "CutRequest": ("prune",),
     "Writing": ("prune",),
@@ -113,7 +110,7 @@ WITHIN_DATA = {"DataConfig": {"source", "split"}, "Domain": {"name", "source", "
 
 
 @pytest.mark.parametrize("kind", [each for each in kinds() if each.__name__[0] != "_"])
-def test_every_setting_is_reachable_from_its_command(kind: type[Settings]) -> None:
+def test_every_setting_is_reachable_from_its_command(kind):
     named = [name for name, each in SETTINGS.items() if each is kind]
     commands = [COMMANDS[name] for name in OTHERS.get(kind.__name__, named)]
     assert commands, f"no command is known for {kind.__name__}"
@@ -131,16 +128,14 @@ class Built(Exception):
     ("name", "setting"),
     [(name, each) for name in sorted(SETTINGS) for each in SETTINGS[name].model_fields],
 )
-def test_every_setting_reaches_its_field(
-    name: str, setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_setting_reaches_its_field(name, setting, monkeypatch):
     command = COMMANDS[name]
     if setting not in command.parameters():  # of another command as well
         assert (name, setting) == ("export", "multiple_of")
         return
     function = inspect.unwrap(command.run)
 
-    def spy(kind: type[Settings], call: dict[str, Any] | None = None, **values: Any) -> Any:
+    def spy(kind, call=None, **values):
         values = {n: v for n, v in (call or {}).items() if n in kind.model_fields} | values
         if kind is SETTINGS[name]:
             raise Built(values)
@@ -171,7 +166,7 @@ def test_every_setting_reaches_its_field(
         ("prune", "keep", 0),
     ],
 )
-def test_what_was_switched_off_is_recorded(name: str, setting: str, value: Any) -> None:
+def test_what_was_switched_off_is_recorded(name, setting, value):
     command = COMMANDS[name]
     required = {n: "x" for n, p in command.parameters().items() if p.default is p.empty}
     required |= {"steps": 3} if name == "heal" else {}
@@ -199,7 +194,7 @@ headprune.export("m", "o", to="gguf", out_dtype="int3")
 
 
 @pytest.mark.process
-def test_a_type_checker_refuses_wrong_calls_and_no_right_ones(tmp_path: Path) -> None:
+def test_a_type_checker_refuses_wrong_calls_and_no_right_ones(tmp_path):
     file = tmp_path / "calls.py"
     file.write_text(WRONG + 'headprune.prune("m", "o", gates="g", keep=0.5)\n')
     words = [sys.executable, "-m", "mypy", "--strict", "--config-file", "", file.name]
@@ -216,9 +211,7 @@ def test_a_type_checker_refuses_wrong_calls_and_no_right_ones(tmp_path: Path) ->
     assert sorted({int(line) for line in lines}) == wanted, done.stdout
 
 
-def test_a_file_has_settings_and_the_command_line_wins(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_has_settings_and_the_command_line_wins(tmp_path, capsys):
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     file = tmp_path / "settings.yaml"
     file.write_text(f"{{model: {model}, criterion: random, output: {tmp_path}/a, seed: 4}}")
@@ -259,7 +252,7 @@ def test_a_file_has_settings_and_the_command_line_wins(
 @pytest.mark.parametrize(
     ("given", "wanted"), [("2", 2), ("4,4,2", (4, 4, 2)), ("[4, 2]", (4, 2)), ([4, 2], (4, 2))]
 )
-def test_a_value_is_the_same_as_text_and_as_itself(given: Any, wanted: Any) -> None:
+def test_a_value_is_the_same_as_text_and_as_itself(given, wanted):
     command = COMMANDS["convert-gqa"]
     for value in (given, [given] if isinstance(given, str) else given):
         read = command.arguments({"model": "m", "kv_heads": value})["kv_heads"]
@@ -268,7 +261,7 @@ def test_a_value_is_the_same_as_text_and_as_itself(given: Any, wanted: Any) -> N
         headprune.convert_gqa("m", Path("o"), kv_heads="4,x")
 
 
-def test_wrong_values_from_python_are_told_in_a_sentence() -> None:
+def test_wrong_values_from_python_are_told_in_a_sentence():
     with pytest.raises(HeadpruneError, match="--layout: Input should be 'per-layer', "):
         headprune.prune(".", Path("o"), layout="x")  # type: ignore[arg-type]  # on purpose
     with pytest.raises(HeadpruneError, match="exactly one of --target-heads and --l0-penalty"):
@@ -277,7 +270,7 @@ def test_wrong_values_from_python_are_told_in_a_sentence() -> None:
         headprune.inspect(".", nonsense=1)  # type: ignore[call-arg]  # on purpose
 
 
-def test_errors_name_settings_as_the_command_takes_them() -> None:
+def test_errors_name_settings_as_the_command_takes_them():
     said = "{}, a smaller {} or --keep 0.5; see 'headprune score M --seq-len 8'."
     elsewhere = said.format("Give --text-column SOURCE,TARGET", "--seq-len")
     here = said.format("Give --config text_column=SOURCE,TARGET", "seq_len")
@@ -285,8 +278,8 @@ def test_errors_name_settings_as_the_command_takes_them() -> None:
     assert named("score").respell(elsewhere) == elsewhere
 
 
-def test_python_is_told_what_happens(tmp_path: Path) -> None:
-    stages: list[str] = []
+def test_python_is_told_what_happens(tmp_path):
+    stages = []
     (tmp_path / "text.txt").write_text(tiny.text(100))
     with pytest.raises(HeadpruneError):
         headprune.evaluate(
@@ -295,14 +288,14 @@ def test_python_is_told_what_happens(tmp_path: Path) -> None:
     assert stages == ["evaluating"]
 
 
-def test_bars_of_transformers_are_hidden_and_come_back(tmp_path: Path) -> None:
+def test_bars_of_transformers_are_hidden_and_come_back(tmp_path):
     tiny.save(tiny.model("llama-mha"), tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(2_000))
-    hidden: list[bool] = []
+    hidden = []
     logging.enable_progress_bar()
     try:
 
-        def stage(what: str) -> None:
+        def stage(what):
             hidden.append(not logging.is_progress_bar_enabled() and not downloads_hidden())
 
         context = Context(stage=stage)
@@ -337,7 +330,7 @@ VALUES |= {
 
 
 @pytest.mark.parametrize(("name", "setting", "others"), NEEDS)
-def test_an_option_without_effect_is_refused(name: str, setting: str, others: str) -> None:
+def test_an_option_without_effect_is_refused(name, setting, others):
     command = COMMANDS[name]
     parameters = command.parameters()
     required = {n: "x" for n, p in parameters.items() if p.default is inspect.Parameter.empty}
@@ -355,9 +348,7 @@ def test_an_option_without_effect_is_refused(name: str, setting: str, others: st
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_help_brackets_only_what_may_be_left_out(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_brackets_only_what_may_be_left_out(name, capsys):
     code, out, _ = run(capsys, name, "--help")
     usage = re.search(rf"Usage: .*{name} \[OPTIONS\](.*)", out)
     assert code == 0 and usage is not None
@@ -368,7 +359,7 @@ def test_help_brackets_only_what_may_be_left_out(
 
 @pytest.mark.process
 @pytest.mark.parametrize("words", [["--help"], ["prune", "--help"]])
-def test_help_that_nobody_reads_to_its_end_is_no_error(words: list[str]) -> None:
+def test_help_that_nobody_reads_to_its_end_is_no_error(words):
     shown = subprocess.Popen(
         [sys.executable, "-m", "headprune", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -379,7 +370,7 @@ def test_help_that_nobody_reads_to_its_end_is_no_error(words: list[str]) -> None
     assert (shown.wait(), err) == (0, b"")
 
 
-def test_the_reference_shows_every_option(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_shows_every_option(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "scripts" / "docs")
     import command_pages
 
@@ -397,7 +388,7 @@ CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_every_file_of_configs_has_options_of_the_command_that_it_names(file: Path) -> None:
+def test_every_file_of_configs_has_options_of_the_command_that_it_names(file):
     text = file.read_text(encoding="utf-8")
     (name,) = set(re.findall(rf"headprune ([a-z-]+) .*--config configs/{file.name}", text))
     command = COMMANDS[name]

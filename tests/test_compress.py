@@ -1,12 +1,9 @@
 """headprune compress: the best candidate on held-out text, whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +27,6 @@ from headprune.config import CompressConfig, DataConfig, HealConfig, PlanConfig
 from headprune.context import Context
 from headprune.data.passages import passage_words
 from headprune.errors import (
-    CheckpointError,
     DataError,
     FamilyError,
     HeadpruneError,
@@ -43,7 +39,6 @@ from headprune.evaluation.written import write
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
-from headprune.model.open import Model
 from headprune.planning.budgets import Price, Prices
 from headprune.render import records, terminal
 from headprune.render import results as console
@@ -58,26 +53,24 @@ from tests.marks import slow_unless
 from tests.test_cli import refuses, run
 from tests.test_last_words import passage_text, tokenizer
 
-SMALL: dict[str, Any] = {"seq_len": 16, "calibration_tokens": 256, "held_out_tokens": 128}
+SMALL = {"seq_len": 16, "calibration_tokens": 256, "held_out_tokens": 128}
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> list[Path]:
+def data(tmp_path):
     """Two texts of the tiny tokenizer's language."""
     for number, words in enumerate((2_000, 900)):
         (tmp_path / f"text{number}.txt").write_text(tiny.text(words, number))
     return [tmp_path / "text0.txt", tmp_path / "text1.txt"]
 
 
-def compressed(model: Path, data: list[Path], output: Path, **settings: Any) -> Compressed:
+def compressed(model, data, output, **settings):
     result = headprune.compress(model, output, **{**SMALL, "data": data, **settings})
     assert isinstance(result, Compressed)
     return result
 
 
-def test_the_best_on_held_out_text_is_taken(
-    llama_folder: Path, data: list[Path], tmp_path: Path
-) -> None:
+def test_the_best_on_held_out_text_is_taken(llama_folder, data, tmp_path):
     result = compressed(llama_folder, data, tmp_path / "out", keep=0.75)
     choice, manifest = result.choice, read_manifest(tmp_path / "out")
     assert manifest.choice == choice and manifest.id == result.pruned.manifest.id
@@ -103,9 +96,7 @@ def test_the_best_on_held_out_text_is_taken(
     assert "-candidates" not in manifest.model_dump_json()
 
 
-def test_words_that_only_the_passage_tells_choose_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_that_only_the_passage_tells_choose_as_well(tmp_path, monkeypatch):
     monkeypatch.setattr(heldout, "FEWEST", 5)
     net, words = tiny.model("llama-gqa"), tokenizer()
     words.save_pretrained(tiny.save(net, tmp_path / "model"))
@@ -132,9 +123,7 @@ def test_words_that_only_the_passage_tells_choose_as_well(
 @pytest.mark.parametrize(
     ("words", "first"), [((0.5, 1.0), 1), ((1.0, 0.5), 0), ((0.8, 0.9), 0), ((None, None), 0)]
 )
-def test_a_tenth_of_the_passage_words_is_a_hundredth_of_perplexity(
-    words: tuple[float | None, float | None], first: int
-) -> None:
+def test_a_tenth_of_the_passage_words_is_a_hundredth_of_perplexity(words, first):
     sizes = {"parameters": 1, "kv_cache_bytes": 1, "query_heads": 1, "kv_heads": 1}
     pair = [
         Contender(name=str(at), chosen_by=1.05 + 0.03 * at, seconds=0, passage_words=kept, **sizes)
@@ -147,8 +136,8 @@ def test_a_tenth_of_the_passage_words_is_a_hundredth_of_perplexity(
 @pytest.mark.parametrize("name", ["KV groups, fisher", "KV heads merged or removed, by layer"])
 @pytest.mark.parametrize(("keep", "empty"), [(0.5, False), (0.17, True)])
 def test_a_layer_is_left_without_heads_where_the_goal_leaves_no_choice(
-    name: str, keep: float, empty: bool, data: list[Path], tmp_path: Path, monkeypatch: Any
-) -> None:
+    name, keep, empty, data, tmp_path, monkeypatch
+):
     net = tiny.model("llama-gqa")
     with torch.no_grad():
         attention_of(net)[1].output_projection.get_parameter("weight").mul_(0.01)
@@ -162,13 +151,13 @@ def test_a_layer_is_left_without_heads_where_the_goal_leaves_no_choice(
 
 
 @pytest.fixture
-def encoder(tmp_path: Path) -> Path:
+def encoder(tmp_path):
     """A tiny encoder without a head, which is judged by its likeness to the original."""
     return tiny.save(tiny.model("bert-base"), tmp_path / "encoder")
 
 
 @pytest.fixture
-def sentences(tmp_path: Path) -> list[Path]:
+def sentences(tmp_path):
     """Sentences of the tiny tokenizer's language."""
     path = tmp_path / "sentences.txt"
     path.write_text(". ".join(tiny.text(9, i) for i in range(200)))
@@ -176,14 +165,14 @@ def sentences(tmp_path: Path) -> list[Path]:
 
 
 def test_heads_are_scored_on_shorter_sequences_than_refits_and_merges(
-    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lengths: dict[str, set[int]] = {}
+    llama_folder, data, tmp_path, monkeypatch
+):
+    lengths = {}
 
-    def noted(name: str) -> Any:
+    def noted(name):
         made = getattr(candidates, name)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args, **kwargs):
             found = {arg.seq_len for arg in args if hasattr(arg, "seq_len")}
             lengths[name] = lengths.get(name, set()) | found
             return made(*args, **kwargs)
@@ -198,14 +187,9 @@ def test_heads_are_scored_on_shorter_sequences_than_refits_and_merges(
 
 
 def test_lengths_follow_the_text_and_what_is_seen_the_candidate(
-    llama_folder: Path,
-    encoder: Path,
-    data: list[Path],
-    sentences: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def lengths(model: Path, files: list[Path], tokens: int) -> tuple[int, int]:
+    llama_folder, encoder, data, sentences, tmp_path, monkeypatch
+):
+    def lengths(model, files, tokens):
         config = CompressConfig(keep=0.5, seq_len=64, calibration_tokens=tokens)
         named = {file.name: DataConfig(source=str(file)) for file in files}
         work = _Compression(str(model), config, named, Context())
@@ -225,15 +209,15 @@ def test_lengths_follow_the_text_and_what_is_seen_the_candidate(
 
 
 def test_a_refit_that_does_not_help_brings_in_the_fallback(
-    encoder: Path, sentences: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    encoder, sentences, tmp_path, monkeypatch
+):
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:4])
     result = compressed(encoder, sentences, tmp_path / "sound", keep=0.75)
     sound, unseen = result.choice, result.unseen_beyond
     assert unseen is None  # it generates nothing
     assert sound.chosen.name == "heads, compensated, refit"
 
-    def spoiling(net: Any, *arguments: Any, **settings: Any) -> JudgedRefit:
+    def spoiling(net, *arguments, **settings):
         with collecting(net, attentions := attention_of(net)) as tensors:
             for attention in attentions:
                 heads, bias = read_output(attention)
@@ -250,13 +234,7 @@ def test_a_refit_that_does_not_help_brings_in_the_fallback(
 
 
 @pytest.mark.parametrize("learning_rate", [1e-3, 100.0])
-def test_healing_is_kept_only_if_it_helps(
-    learning_rate: float,
-    encoder: Path,
-    sentences: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_healing_is_kept_only_if_it_helps(learning_rate, encoder, sentences, tmp_path, monkeypatch):
     healing = HealConfig(steps=30, seq_len=16, learning_rate=learning_rate)
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
     monkeypatch.setattr(_Compression, "_healing", lambda self: healing)
@@ -275,7 +253,7 @@ def test_healing_is_kept_only_if_it_helps(
     assert left == {"encoder", "sentences.txt", "out"}
 
 
-def as_trainings_say(error: OSError) -> CheckpointError:
+def as_trainings_say(error):
     """The error of a training that cannot write, which tells to go on with --resume."""
     said = unwritable(Path("out"), error)
     said.__context__ = error
@@ -294,14 +272,9 @@ def as_trainings_say(error: OSError) -> CheckpointError:
     ],
 )
 def test_healing_that_breaks_down_leaves_the_best_unhealed(
-    error: Exception,
-    told: str | None,
-    encoder: Path,
-    sentences: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(*arguments: Any, **settings: Any) -> Any:
+    error, told, encoder, sentences, tmp_path, monkeypatch
+):
+    def broken(*arguments, **settings):
         raise error
 
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
@@ -317,9 +290,9 @@ def test_healing_that_breaks_down_leaves_the_best_unhealed(
 
 
 def test_a_candidate_that_needs_too_much_memory_is_left_out(
-    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def greedy(self: Any, *arguments: Any) -> Any:
+    llama_folder, data, tmp_path, monkeypatch
+):
+    def greedy(self, *arguments):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(ShareKvHeads, "make", greedy)
@@ -333,11 +306,11 @@ def test_a_candidate_that_needs_too_much_memory_is_left_out(
 
 
 def test_scores_that_take_too_much_memory_together_are_made_alone(
-    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama_folder, data, tmp_path, monkeypatch
+):
     scores_on = candidates.scores_on
 
-    def greedy(model: Model, config: Any, *others: Any, **settings: Any) -> Any:
+    def greedy(model, config, *others, **settings):
         if "compensated" in config.criterion:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return scores_on(model, config, *others, **settings)
@@ -351,8 +324,8 @@ def test_scores_that_take_too_much_memory_together_are_made_alone(
 
 
 def test_the_card_of_a_healed_result_tells_of_the_original(
-    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama_folder, data, tmp_path, monkeypatch
+):
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
     result = compressed(llama_folder, data, tmp_path / "out", keep=0.5, heal_steps=30)
     first, last = result.pruned.manifest.steps
@@ -363,7 +336,7 @@ def test_the_card_of_a_healed_result_tells_of_the_original(
     assert before > after and f"| KV heads | {before} | {after} | 50.0% |" in card
 
 
-def test_a_few_long_documents_are_running_text(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_few_long_documents_are_running_text(llama_folder, tmp_path):
     path = tmp_path / "five.jsonl"
     rows = [{"text": tiny.text(600, number)} for number in range(5)]
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -374,7 +347,7 @@ def test_a_few_long_documents_are_running_text(llama_folder: Path, tmp_path: Pat
         compressed(llama_folder, [path], tmp_path / "short", keep=0.5)
 
 
-def test_a_criterion_that_cannot_be_had_leaves_the_others(data: list[Path], tmp_path: Path) -> None:
+def test_a_criterion_that_cannot_be_had_leaves_the_others(data, tmp_path):
     model = tiny.save(tiny.model("albert"), tmp_path / "albert")
     choice = compressed(model, data, tmp_path / "out", keep=0.5).choice
     assert choice.chosen.name == "heads, fisher"
@@ -391,9 +364,7 @@ def test_a_criterion_that_cannot_be_had_leaves_the_others(data: list[Path], tmp_
         ],
     ),
 )
-def test_other_kinds_of_models(
-    case: str, measure: str, data: list[Path], sentences: list[Path], tmp_path: Path
-) -> None:
+def test_other_kinds_of_models(case, measure, data, sentences, tmp_path):
     model = tiny.save(tiny.model(case), tmp_path / "model")
     text = sentences if case == "bert-base" else data
     choice = compressed(model, text, tmp_path / "out", keep=0.5).choice
@@ -403,7 +374,7 @@ def test_other_kinds_of_models(
     assert choice.chosen.held_out is not None and abs(choice.chosen.held_out - 1) > 1e-5
 
 
-def test_pairs_and_labels(tmp_path: Path) -> None:
+def test_pairs_and_labels(tmp_path):
     pairs, labelled = tmp_path / "pairs.tsv", tmp_path / "labelled.jsonl"
     pairs.write_text(
         "\n".join(["de\ten", *(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(80))])
@@ -428,14 +399,14 @@ def test_pairs_and_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["marian", "llama-mha"])
-def test_a_metric_of_written_text_chooses(case: str, tmp_path: Path) -> None:
+def test_a_metric_of_written_text_chooses(case, tmp_path):
     net, sources = tiny.model(case), [tiny.text(5 + n % 4, n) for n in range(96)]
     texts = write(net, sources, tiny.tokenizer(), 8, 8)
     rows = [f"{source}\t{text or 'x'}" for source, text in zip(sources, texts, strict=True)]
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("\n".join(["a\tb", *rows]) + "\n")
     folder = tiny.save(net, tmp_path / "model")
-    how: dict[str, Any] = {"text_column": "a,b", "max_new_tokens": 8}
+    how = {"text_column": "a,b", "max_new_tokens": 8}
     choice = compressed(folder, [pairs], tmp_path / "o", keep=0.5, metric="chrf", **how).choice
     assert (choice.measure, choice.higher_is_better) == ("chrf", True)
     # the references are the texts of the original
@@ -447,7 +418,7 @@ def test_a_metric_of_written_text_chooses(case: str, tmp_path: Path) -> None:
     assert short.original.chosen_by < 99
 
 
-def test_a_metric_that_cannot_choose_is_refused(data: list[Path], tmp_path: Path) -> None:
+def test_a_metric_that_cannot_choose_is_refused(data, tmp_path):
     folder = tiny.save(tiny.model("bert-mlm"), tmp_path / "model")
     with pytest.raises(HeadpruneError, match="--metric bleuu: .* chosen by one of .*Did you mean"):
         compressed(folder, data, tmp_path / "out", keep=0.5, metric="bleuu")
@@ -466,19 +437,17 @@ def test_a_metric_that_cannot_choose_is_refused(data: list[Path], tmp_path: Path
         ],
     ),
 )
-def test_other_goals_are_met_by_all_candidates(
-    goal: dict[str, Any], kept: Any, llama_folder: Path, data: list[Path], tmp_path: Path
-) -> None:
+def test_other_goals_are_met_by_all_candidates(goal, kept, llama_folder, data, tmp_path):
     choice = compressed(llama_folder, data, tmp_path / "out", **goal).choice
     assert all(kept(one) for one in choice.contenders)
     assert not kept(choice.original)
 
 
 def test_no_model_over_the_bytes_that_were_asked_for_is_taken(
-    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama_folder, data, tmp_path, monkeypatch
+):
     """A merge counts heads; a layer that it leaves without any keeps a little of a cache."""
-    asked: dict[str, Any] = {"max_kv_bytes": 160}
+    asked = {"max_kv_bytes": 160}
     choice = compressed(llama_folder, data, tmp_path / "out", **asked).choice
     sizes = [one.kv_cache_bytes for one in choice.contenders]
     assert sizes and max(sizes) <= 160
@@ -490,9 +459,7 @@ def test_no_model_over_the_bytes_that_were_asked_for_is_taken(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_dry_run_says_what_would_be_done(
-    llama_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_says_what_would_be_done(llama_folder, tmp_path, capsys):
     line = ("compress", llama_folder, "--keep", 0.5, "--heal", 9, "--dry-run")
     code, out, err = run(capsys, *line, "--json")
     told = json.loads(out)
@@ -508,9 +475,7 @@ def test_a_dry_run_says_what_would_be_done(
     assert {p.name for p in tmp_path.iterdir()} == {"llama"}
 
 
-def test_what_is_asked_for_wrongly_ends_in_a_sentence(
-    llama_folder: Path, data: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_asked_for_wrongly_ends_in_a_sentence(llama_folder, data, tmp_path, capsys):
     out = tmp_path / "out"
     for wrong, message in [
         ({}, "exactly one of --keep"),
@@ -537,7 +502,7 @@ def test_what_is_asked_for_wrongly_ends_in_a_sentence(
         compressed(image, data, tmp_path / "c", keep=0.5)
 
 
-def test_merges_are_offered_every_kv_head_that_fits(tmp_path: Path) -> None:
+def test_merges_are_offered_every_kv_head_that_fits(tmp_path):
     net, heads = tiny.model("llama-gqa"), 12
     for kept in range(4, heads + 1):
         prices = Prices(64.0, (Price(0.0, 80.0, -8.0),) * 4)
@@ -552,14 +517,12 @@ def test_merges_are_offered_every_kv_head_that_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "out_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_bytes_of_cache_are_those_of_the_result(
-    dtype: str, out_dtype: str, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_of_cache_are_those_of_the_result(dtype, out_dtype, data, tmp_path, monkeypatch):
     """A budget for 9 of 12 KV heads in the result's element type leaves 9, not 4 and not 12."""
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
     folder = tiny.save(tiny.model("llama-gqa", getattr(torch, dtype)), tmp_path / "m")
     head = 2 * 10 * getattr(torch, out_dtype).itemsize
-    asked: dict[str, Any] = {"max_kv_bytes": 9 * head, "out_dtype": out_dtype}
+    asked = {"max_kv_bytes": 9 * head, "out_dtype": out_dtype}
     chosen = compressed(folder, data, tmp_path / "c", **asked).choice.chosen
     headprune.score(folder, tmp_path / "s", criterion=["magnitude"])
     headprune.prune(folder, tmp_path / "p", scores=tmp_path / "s", **asked)
@@ -573,12 +536,12 @@ def test_bytes_of_cache_are_those_of_the_result(
 
 
 def test_a_candidate_whose_outputs_are_not_finite_is_left_out(
-    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama_folder, data, tmp_path, monkeypatch
+):
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:2])
     losses, calls = heldout.quality.causal_losses, []
 
-    def breaking(*arguments: Any, **settings: Any) -> Any:
+    def breaking(*arguments, **settings):
         calls.append(1)
         if len(calls) == 3:  # the original has two texts
             raise DataError("The loss of sequence 0 is nan.")
@@ -590,10 +553,8 @@ def test_a_candidate_whose_outputs_are_not_finite_is_left_out(
     assert [one.name for one in choice.contenders] == ["KV groups, fisher"]
 
 
-def test_a_name_says_that_a_refit_was_left_out(
-    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def leaving(*arguments: Any) -> JudgedRefit:
+def test_a_name_says_that_a_refit_was_left_out(llama_folder, data, tmp_path, monkeypatch):
+    def leaving(*arguments):
         return JudgedRefit(None, RefitWorth(measure="m", tokens=1, without=1, refitted=2))
 
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:1])
@@ -603,9 +564,7 @@ def test_a_name_says_that_a_refit_was_left_out(
 
 
 @pytest.mark.slow
-def test_numbers_of_the_table_stay_whole_in_a_narrow_terminal(
-    llama_folder: Path, data: list[Path], tmp_path: Path
-) -> None:
+def test_numbers_of_the_table_stay_whole_in_a_narrow_terminal(llama_folder, data, tmp_path):
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     paper = io.StringIO()
     terminal.show(Console(file=paper, width=80), [records.contenders(choice)])
@@ -616,14 +575,8 @@ def test_numbers_of_the_table_stay_whole_in_a_narrow_terminal(
 
 
 @pytest.mark.parametrize("at", ["ShareKvHeads", "heal"])
-def test_a_stopped_compression_leaves_nothing(
-    at: str,
-    llama_folder: Path,
-    data: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def stopping(*arguments: Any, **settings: Any) -> Any:
+def test_a_stopped_compression_leaves_nothing(at, llama_folder, data, tmp_path, monkeypatch):
+    def stopping(*arguments, **settings):
         raise Interrupted("Continue with --resume.") if at == "heal" else KeyboardInterrupt
 
     where = (compress, "heal") if at == "heal" else (ShareKvHeads, "make")
@@ -636,10 +589,8 @@ def test_a_stopped_compression_leaves_nothing(
         compressed(llama_folder, data, tmp_path / "out", keep=0.5, resume=True)
 
 
-def test_what_is_not_possible_is_said_and_left_out(
-    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refusing(self: Any, *arguments: Any) -> Any:
+def test_what_is_not_possible_is_said_and_left_out(llama_folder, data, tmp_path, monkeypatch):
+    def refusing(self, *arguments):
         raise PlanError("It cannot be merged.")
 
     monkeypatch.setattr(ShareKvHeads, "make", refusing)
@@ -653,7 +604,7 @@ def test_what_is_not_possible_is_said_and_left_out(
     assert not (tmp_path / "none").exists()
 
 
-def bytes_model(folder: Path) -> Path:
+def bytes_model(folder):
     """A tiny Llama that reads any text, byte by byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {sign: i for i, sign in enumerate([*alphabet, "<s>", "</s>"])}
@@ -678,9 +629,7 @@ def bytes_model(folder: Path) -> Path:
     return folder
 
 
-def test_without_data_the_text_that_ships_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_data_the_text_that_ships_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:1])
     model = bytes_model(tmp_path / "model")
     result = compressed(model, [], tmp_path / "out", keep=0.75, heal_steps=2)
@@ -690,8 +639,8 @@ def test_without_data_the_text_that_ships_is_used(
     assert refit is not None and refit.data == "the text that ships with headprune"
 
 
-def test_measures_tell_the_original_from_others() -> None:
-    def number(task: str, *both: Any) -> float:
+def test_measures_tell_the_original_from_others():
+    def number(task, *both):
         measure = heldout.MEASURES[task]
         return float(measure.number(measure.rows(*both)))
 
@@ -706,7 +655,7 @@ def test_measures_tell_the_original_from_others() -> None:
     assert number("features", unit, unit[::-1]) == 0.0
 
 
-def test_which_candidates_apply_follows_from_the_goal() -> None:
+def test_which_candidates_apply_follows_from_the_goal():
     budget = PlanConfig(keep=0.5)
     grouped = candidates_for(SizeGoal("", budget, (Unit.KV_GROUP,), 0.5))
     single = candidates_for(SizeGoal("", budget, (Unit.HEAD,), None))
@@ -719,9 +668,7 @@ def test_which_candidates_apply_follows_from_the_goal() -> None:
     assert len({c.name for c in CANDIDATES}) == len(CANDIDATES)
 
 
-def test_a_manifest_is_amended_without_a_new_id(
-    llama_folder: Path, data: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_is_amended_without_a_new_id(llama_folder, data, tmp_path, monkeypatch):
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
     result = compressed(llama_folder, data, tmp_path / "out", keep=0.5)
     before = read_manifest(tmp_path / "out")
@@ -741,9 +688,7 @@ def test_a_manifest_is_amended_without_a_new_id(
         ({"max_params": 5}, "without any head"),
     ],
 )
-def test_goals_that_are_met_or_out_of_reach_are_refused_at_once(
-    goal: dict[str, Any], said: str, llama_folder: Path
-) -> None:
+def test_goals_that_are_met_or_out_of_reach_are_refused_at_once(goal, said, llama_folder):
     with pytest.raises(PlanError, match=said):
         headprune.compress(llama_folder, dry_run=True, **goal)
     assert isinstance(headprune.compress(llama_folder, dry_run=True, keep=0.5), Outline)

@@ -3,11 +3,7 @@
 ``voita.yaml`` does in test_reproduce_voita.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-
-import pytest
 
 from tests import tiny
 from tests.test_cli import succeeds
@@ -27,9 +23,7 @@ SMALLER = {
 }
 
 
-def test_every_job_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_job_runs(tmp_path, monkeypatch, capsys):
     assert sorted([*SMALLER, "voita"]) == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
     monkeypatch.chdir(tmp_path)
     tiny.save(tiny.model("llama-gqa"), tmp_path / "HuggingFaceTB/SmolLM2-135M")

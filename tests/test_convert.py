@@ -1,18 +1,14 @@
 """convert-gqa and heal: merged = converted = reloaded, smaller caches, what is refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache
 
 import headprune
 from headprune import devices
@@ -37,7 +33,7 @@ from headprune.model.heads import read_heads, write_heads
 from headprune.planning.choose import CutRequest
 from headprune.proof import equivalence
 from headprune.result import convert_gqa as conversion
-from headprune.result.convert_gqa import Converted, convert_gqa
+from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune
 from headprune.result.verify import verify
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
@@ -53,7 +49,7 @@ from tests.marks import slow_unless
 TEXT_TOKENS = 640
 
 
-def _sharable(case: str) -> bool:
+def _sharable(case):
     family = FAMILIES[tiny.family_of_case(case)]
     own_norms = case in ("stablelm-qk_norm", "cohere")  # a norm of its own per KV head
     shares = family.fewer_kv_heads in ("native", "runtime")
@@ -69,16 +65,16 @@ LISTENING = tiny.present(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "text.txt").write_text(tiny.text(3000))
     return tmp_path
 
 
-def saved(case: str, folder: Path) -> str:
+def saved(case, folder):
     return str(tiny.save(tiny.model(case), folder / "model"))
 
 
-def convert(folder: Path, case: str, kv_heads: Any = 1, **options: Any) -> Converted:
+def convert(folder, case, kv_heads=1, **options):
     """Converts a tiny model; lowrank gets text to calibrate on."""
     model = folder / "model"
     if not model.exists():
@@ -92,12 +88,12 @@ def convert(folder: Path, case: str, kv_heads: Any = 1, **options: Any) -> Conve
     return convert_gqa(str(model), output, ConvertConfig(**settings), calibrate, **others)
 
 
-def outputs(model: PreTrainedModel) -> probes.Outputs:
+def outputs(model):
     return probes.probe(model, probes.probe_inputs(model))
 
 
 @pytest.mark.parametrize("case", slow_unless(tiny.one_per_layout(SHARING).__contains__, SHARING))
-def test_every_family_that_can_shares_kv_heads(case: str, folder: Path) -> None:
+def test_every_family_that_can_shares_kv_heads(case, folder):
     before = tiny.kv_heads(case)
     count = 2 if before == 6 else 1
     result = convert(folder, case, count, merge="procrustes")
@@ -120,7 +116,7 @@ DECODERS = [case for case in SHARING if tiny.task(case) == "causal-lm"]
 
 
 @pytest.mark.parametrize("case", slow_unless(tiny.one_per_layout(DECODERS).__contains__, DECODERS))
-def test_a_live_cache_holds_every_shared_head_once(case: str, folder: Path) -> None:
+def test_a_live_cache_holds_every_shared_head_once(case, folder):
     before = tiny.kv_heads(case)
     convert(folder, case, before // 3, merge="mean")
     model = headprune.from_pretrained(folder / "out")
@@ -137,11 +133,11 @@ def test_a_live_cache_holds_every_shared_head_once(case: str, folder: Path) -> N
 
 
 @pytest.mark.parametrize("case", tiny.present("bart", "whisper", "t5"))
-def test_encoder_decoders_generate_with_shared_heads(case: str, folder: Path) -> None:
+def test_encoder_decoders_generate_with_shared_heads(case, folder):
     convert(folder, case, 2, merge="mean")
     model = headprune.from_pretrained(folder / "out")
     model.generation_config.eos_token_id = None
-    inputs: dict[str, Any] = dict(probes.probe_inputs(model))
+    inputs = dict(probes.probe_inputs(model))
     inputs.pop("decoder_input_ids")
     options = {**inputs, "decoder_start_token_id": 2, "max_new_tokens": 9, "do_sample": False}
     uncached = model.generate(**options, use_cache=False).tolist()
@@ -154,7 +150,7 @@ def test_encoder_decoders_generate_with_shared_heads(case: str, folder: Path) ->
 
 
 @pytest.mark.parametrize("case", slow_unless(DEEPLY.__contains__, LISTENING))
-def test_lowrank_leaves_more_than_the_mean_does(case: str, folder: Path) -> None:
+def test_lowrank_leaves_more_than_the_mean_does(case, folder):
     model = tiny.model(case)
     count = 1 if attention_of(model)[0].kv_heads == 3 else 2
     if case == "whisper":  # hears sound
@@ -165,7 +161,7 @@ def test_lowrank_leaves_more_than_the_mean_does(case: str, folder: Path) -> None
     ids = probes.probe_inputs(model)
     wanted = probes.probe(model, ids)
 
-    def gap(merge: str) -> float:
+    def gap(merge):
         convert(folder, case, count, merge=merge, output=folder / merge)
         got = probes.probe(headprune.from_pretrained(folder / merge), ids)
         name = next(iter(wanted))
@@ -189,7 +185,7 @@ LAYOUTS = {*DEEPLY, *tiny.one_per_layout(SHARING)}
         MERGED,
     ),
 )
-def test_identical_heads_merge_without_a_trace(case: str, merge: str, folder: Path) -> None:
+def test_identical_heads_merge_without_a_trace(case, merge, folder):
     model = tiny.model(case)
     for attention in attention_of(model):
         heads = read_heads(attention)
@@ -205,7 +201,7 @@ def test_identical_heads_merge_without_a_trace(case: str, merge: str, folder: Pa
 
 
 @pytest.mark.parametrize("merge", ["mean", "lowrank"])
-def test_as_many_kv_heads_as_there_are_is_the_model_itself(merge: str, folder: Path) -> None:
+def test_as_many_kv_heads_as_there_are_is_the_model_itself(merge, folder):
     result = convert(folder, "llama-gqa", 3, merge=merge)
     original = headprune.from_pretrained(folder / "model")
     converted = headprune.from_pretrained(folder / "out")
@@ -213,7 +209,7 @@ def test_as_many_kv_heads_as_there_are_is_the_model_itself(merge: str, folder: P
     assert result.pruned.manifest.shape is Shape.NATIVE
 
 
-def test_a_plain_config_loads_in_the_stock_class_without_headprune(folder: Path) -> None:
+def test_a_plain_config_loads_in_the_stock_class_without_headprune(folder):
     convert(folder, "llama-mha", 2, merge="lowrank", grouping=Grouping.SIMILAR)
     config = json.loads((folder / "out" / "config.json").read_text())
     assert config["num_key_value_heads"] == 2
@@ -225,7 +221,7 @@ def test_a_plain_config_loads_in_the_stock_class_without_headprune(folder: Path)
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_uneven_results_load_where_headprune_is_not_installed(folder: Path) -> None:
+def test_uneven_results_load_where_headprune_is_not_installed(folder):
     convert(folder, "gpt_neox", (6, 3, 2, 1), merge="mean")
     wanted = outputs(headprune.from_pretrained(folder / "out"))["logits"]
     torch.save(wanted, folder / "wanted.pt")
@@ -247,7 +243,7 @@ def test_uneven_results_load_where_headprune_is_not_installed(folder: Path) -> N
 
 
 @pytest.mark.parametrize("case", ["gpt2", "gpt2-classifier"])
-def test_gpt2_with_one_kv_head_is_a_gpt_big_code(case: str, folder: Path) -> None:
+def test_gpt2_with_one_kv_head_is_a_gpt_big_code(case, folder):
     result = convert(folder, case, 1, merge="mean", layout=LayoutOption.UNIFORM)
     assert result.pruned.manifest.shape is Shape.NATIVE
     config = json.loads((folder / "out" / "config.json").read_text())
@@ -261,7 +257,7 @@ def test_gpt2_with_one_kv_head_is_a_gpt_big_code(case: str, folder: Path) -> Non
         assert healed.after < healed.before
 
 
-def test_the_order_of_heads_does_not_matter(folder: Path) -> None:
+def test_the_order_of_heads_does_not_matter(folder):
     model = tiny.model("llama-mha")
     tiny.save(model, folder / "model")
     order = [4, 2, 0, 5, 1, 3]
@@ -285,7 +281,7 @@ def test_the_order_of_heads_does_not_matter(folder: Path) -> None:
     )
 
 
-def test_only_the_kinds_that_are_named_are_converted(folder: Path) -> None:
+def test_only_the_kinds_that_are_named_are_converted(folder):
     convert(folder, "bart", 2, merge="mean", attention=("decoder",))
     model = headprune.from_pretrained(folder / "out")
     assert {(a.kind, a.kv_heads) for a in attention_of(model)} == {
@@ -302,10 +298,10 @@ def test_only_the_kinds_that_are_named_are_converted(folder: Path) -> None:
         product(["llama-mha", "bert-mlm", "gpt2"], ["prune", "convert"]),
     ),
 )
-def test_cutting_and_converting_compose(first: str, case: str, folder: Path) -> None:
+def test_cutting_and_converting_compose(first, case, folder):
     model = saved(case, folder)
 
-    def cut(source: str, output: Path) -> None:
+    def cut(source, output):
         net = headprune.from_pretrained(source)
         parts = {}
         for a in attention_of(net):
@@ -328,7 +324,7 @@ def test_cutting_and_converting_compose(first: str, case: str, folder: Path) -> 
     assert verify(folder / "both").passed
 
 
-def test_a_plan_that_merges_is_refused_where_heads_are_cut(folder: Path) -> None:
+def test_a_plan_that_merges_is_refused_where_heads_are_cut(folder):
     """Else it would be cut without a merge, which its proof would refuse after all the work."""
     model = saved("llama-mha", folder)
     convert(folder, "llama-mha", 2, merge="procrustes")
@@ -354,7 +350,7 @@ AGAIN = tiny.present("llama-mha", "bert-mlm", "gpt2", "opt", "t5", "gpt_neox")
         product(AGAIN, ["procrustes", "lowrank"]),
     ),
 )
-def test_what_was_converted_can_be_converted_again(case: str, merge: str, folder: Path) -> None:
+def test_what_was_converted_can_be_converted_again(case, merge, folder):
     convert(folder, case, 3, merge=merge)
     text = DataConfig(source=str(folder / "text.txt"))
     config = ConvertConfig(kv_heads=1, merge=merge, seq_len=32, calibration_tokens=TEXT_TOKENS)
@@ -370,9 +366,7 @@ def test_what_was_converted_can_be_converted_again(case: str, merge: str, folder
         product(["llama-mha", "phi3", "bert-mlm"], ["mean", "lowrank"]),
     ),
 )
-def test_cut_models_with_uneven_and_empty_layers_convert(
-    case: str, merge: str, folder: Path
-) -> None:
+def test_cut_models_with_uneven_and_empty_layers_convert(case, merge, folder):
     model = saved(case, folder)
     parts = {}
     for layer, a in enumerate(attention_of(headprune.from_pretrained(model))):
@@ -387,7 +381,7 @@ def test_cut_models_with_uneven_and_empty_layers_convert(
     assert [a.kv_heads for a in attention_of(converted)][:3] == [1, 0, 1]
 
 
-def test_a_budget_in_a_plain_config_is_the_same_for_all_layers(folder: Path) -> None:
+def test_a_budget_in_a_plain_config_is_the_same_for_all_layers(folder):
     result = convert(folder, "llama-mha", None, kv_budget=0.5, layout=LayoutOption.UNIFORM)
     assert {count for _, count in result.kv_heads.values()} == {3}
     assert result.pruned.manifest.shape is Shape.NATIVE
@@ -422,7 +416,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_is_refused_in_a_sentence(why: str, folder: Path) -> None:
+def test_what_cannot_be_is_refused_in_a_sentence(why, folder):
     case, options, message = REFUSED[why]
     if not tiny.present(case):
         pytest.skip(f"this transformers has no {case}")
@@ -431,14 +425,14 @@ def test_what_cannot_be_is_refused_in_a_sentence(why: str, folder: Path) -> None
     assert not (folder / "out").exists()
 
 
-def test_calibration_text_that_is_too_short_says_how_much_is_needed(folder: Path) -> None:
+def test_calibration_text_that_is_too_short_says_how_much_is_needed(folder):
     (folder / "text.txt").write_text(tiny.text(40))
     with pytest.raises(DataError, match="32 tokens; at least 48 are needed"):
         convert(folder, "llama-mha", 2, merge="lowrank")
     assert not (folder / "out").exists()
 
 
-def test_a_wrong_share_fails_the_proof(folder: Path) -> None:
+def test_a_wrong_share_fails_the_proof(folder):
     model = tiny.model("llama-mha")  # its heads differ, so that sharing them changes it
     parts = {
         a.path: AttentionPlan(
@@ -455,7 +449,7 @@ def test_a_wrong_share_fails_the_proof(folder: Path) -> None:
         equivalence.conclude(expecting(wanted), got)
 
 
-def healing(folder: Path, output: str = "healed", **options: Any) -> Any:
+def healing(folder, output="healed", **options):
     settings = {"steps": 12, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3}
     settings |= {"objective": HealObjective.DISTILL, **options}  # no teacher here knows a text
     rerun = Resuming(resume=settings.pop("resume", False))
@@ -472,8 +466,8 @@ def healing(folder: Path, output: str = "healed", **options: Any) -> Any:
     ),
 )
 def test_healing_computes_in_bfloat16_where_the_device_has_it(
-    hardware: bool, asked: bool, rounded: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    hardware, asked, rounded, folder, monkeypatch
+):
     convert(folder, "llama-mha", 2, merge="mean")
     losses = []
     for has, wants in ((False, False), (hardware, asked)):
@@ -484,7 +478,7 @@ def test_healing_computes_in_bfloat16_where_the_device_has_it(
     assert (losses[0] != losses[1]) is rounded
 
 
-def test_unequal_groups_are_healed(folder: Path) -> None:
+def test_unequal_groups_are_healed(folder):
     model = tiny.model("llama-gqa")
     tiny.save(model, folder / "model")
     plan = ragged_plan(model)
@@ -507,9 +501,7 @@ def test_unequal_groups_are_healed(folder: Path) -> None:
         product(HealTrain, ["llama-mha", "bert-base"]),
     ),
 )
-def test_healing_brings_a_model_nearer_to_its_teacher(
-    train: HealTrain, case: str, folder: Path
-) -> None:
+def test_healing_brings_a_model_nearer_to_its_teacher(train, case, folder):
     convert(folder, case, 2, merge="mean")
     result = healing(folder, train=train)
     assert result.after < 0.9 * result.before
@@ -522,15 +514,13 @@ def test_healing_brings_a_model_nearer_to_its_teacher(
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-def test_lora_adds_to_weights_in_their_own_type(
-    stored: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lora_adds_to_weights_in_their_own_type(stored, folder, monkeypatch):
     tiny.save(tiny.model("llama-mha", stored), folder / "model")
     convert(folder, "llama-mha", 2, merge="mean")
     monkeypatch.setattr(devices, "computes_bfloat16", lambda: True)
-    types: dict[bool, set[torch.dtype]] = {}
+    types = {}
 
-    def noted(net: Any, *more: Any) -> Any:
+    def noted(net, *more):
         adapted = trainable(net, *more)
         for p in adapted.parameters():
             types.setdefault(p.requires_grad, set()).add(p.dtype)
@@ -545,7 +535,7 @@ def test_lora_adds_to_weights_in_their_own_type(
     assert verify(folder / "healed").passed
 
 
-def test_lora_on_repeated_heads_is_refused(folder: Path) -> None:
+def test_lora_on_repeated_heads_is_refused(folder):
     convert(folder, "opt", 2, merge="mean")
     with pytest.raises(HeadpruneError, match="--train attention"):
         healing(folder, train=HealTrain.LORA)
@@ -553,7 +543,7 @@ def test_lora_on_repeated_heads_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_neox"])
-def test_larger_queries_are_as_larger_weights(case: str) -> None:
+def test_larger_queries_are_as_larger_weights(case):
     model = tiny.model(case).float()
     ids, attentions = torch.arange(3, 40)[None], attention_of(model)
     with torch.no_grad():
@@ -567,9 +557,7 @@ def test_larger_queries_are_as_larger_weights(case: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "factor"), [("llama", 1.3), ("qwen3", 1.0)])
-def test_scores_on_shared_keys_are_sharpened(
-    case: str, factor: float, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_on_shared_keys_are_sharpened(case, factor, folder, monkeypatch):
     """A norm after W_Q would undo it."""
     weights = []
     # of the original, and of factors; the search ends after one that is no better
@@ -593,9 +581,7 @@ def test_scores_on_shared_keys_are_sharpened(
     assert isinstance(short, Merging) and short.sharpness == 1.0  # no text is left
 
 
-def test_healing_is_refused_before_the_conversion(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_healing_is_refused_before_the_conversion(folder, monkeypatch):
     saved("llama", folder)
     monkeypatch.setattr("headprune.packages.find_spec", lambda name: None)
     wanted = {"kv_heads": 1, "calibrate": folder / "text.txt", "seq_len": 32, "train": "lora"}
@@ -604,7 +590,7 @@ def test_healing_is_refused_before_the_conversion(
     assert not list(folder.glob("out*"))
 
 
-def test_healing_keeps_the_dtype(folder: Path) -> None:
+def test_healing_keeps_the_dtype(folder):
     tiny.save(tiny.model("llama-mha", torch.float64), folder / "model")
     convert(folder, "llama-mha", 2, merge="mean")
     healing(folder)
@@ -612,7 +598,7 @@ def test_healing_keeps_the_dtype(folder: Path) -> None:
     assert "to match" in (folder / "healed" / "README.md").read_text()
 
 
-def test_an_interrupted_healing_is_not_thrown_away(folder: Path) -> None:
+def test_an_interrupted_healing_is_not_thrown_away(folder):
     convert(folder, "llama-mha", 2, merge="mean")
     with pytest.raises(SystemExit):
         healing(folder, step=lambda *_: sys.exit())
@@ -620,7 +606,7 @@ def test_an_interrupted_healing_is_not_thrown_away(folder: Path) -> None:
         healing(folder)
 
 
-def test_attention_alone_moves_where_that_is_asked_for(folder: Path) -> None:
+def test_attention_alone_moves_where_that_is_asked_for(folder):
     convert(folder, "llama-mha", 2, merge="mean")
     healing(folder, train=HealTrain.ATTENTION)
     before = headprune.from_pretrained(folder / "out").state_dict()
@@ -630,14 +616,14 @@ def test_attention_alone_moves_where_that_is_asked_for(folder: Path) -> None:
     assert all("self_attn" in name for name in moved)
 
 
-def test_a_killed_healing_resumes_to_the_same_result(folder: Path) -> None:
+def test_a_killed_healing_resumes_to_the_same_result(folder):
     convert(folder, "llama-mha", 2, merge="mean")
     healing(folder, "unbroken", save_every=3)
 
     class Killed(Exception):
         pass
 
-    def kill(step: int, *_: object) -> None:
+    def kill(step, *_):
         if step == 8:
             raise Killed
 
@@ -652,7 +638,7 @@ def test_a_killed_healing_resumes_to_the_same_result(folder: Path) -> None:
     assert all(torch.equal(unbroken[name], resumed[name]) for name in unbroken)
 
 
-def test_a_teacher_of_another_kind_is_refused(folder: Path) -> None:
+def test_a_teacher_of_another_kind_is_refused(folder):
     convert(folder, "llama-mha", 2, merge="mean")
     tiny.save(tiny.model("bert-mlm"), folder / "bert")
     text = DataConfig(source=str(folder / "text.txt"))
@@ -661,7 +647,7 @@ def test_a_teacher_of_another_kind_is_refused(folder: Path) -> None:
         heal(folder / "out", folder / "bert", text, folder / "healed", config)
 
 
-def test_a_teacher_with_its_classes_in_another_order_is_refused(folder: Path) -> None:
+def test_a_teacher_with_its_classes_in_another_order_is_refused(folder):
     net = tiny.model("bert-classifier")
     for name, classes in (("model", ("neg", "pos")), ("turned", ("pos", "neg"))):
         net.config.id2label = dict(enumerate(classes))
@@ -680,9 +666,7 @@ def test_a_teacher_with_its_classes_in_another_order_is_refused(folder: Path) ->
         ("bert-base", {"hidden_size": 24}, "hidden states of 24 channels"),
     ],
 )
-def test_a_teacher_of_another_size_is_refused(
-    case: str, setting: dict[str, Any], told: str, folder: Path
-) -> None:
+def test_a_teacher_of_another_size_is_refused(case, setting, told, folder):
     net = tiny.model(case)
     tiny.save(net, folder / "model")
     tiny.save(type(net)(type(net.config)(**{**net.config.to_dict(), **setting})), folder / "other")
@@ -693,10 +677,8 @@ def test_a_teacher_of_another_size_is_refused(
     heal(folder / "model", folder / "model", text, folder / "healed", config)
 
 
-def test_what_fails_before_the_first_checkpoint_leaves_nothing_to_resume(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def breaking(*arguments: object) -> Any:
+def test_what_fails_before_the_first_checkpoint_leaves_nothing_to_resume(folder, monkeypatch):
+    def breaking(*arguments):
         raise RuntimeError("no memory")
 
     convert(folder, "llama-mha", 2, merge="mean")
@@ -709,7 +691,7 @@ def test_what_fails_before_the_first_checkpoint_leaves_nothing_to_resume(
 
 
 @pytest.mark.parametrize("case", ["llama-mha", "gpt2"])
-def test_a_layer_whose_attention_is_zero_is_merged(case: str, folder: Path) -> None:
+def test_a_layer_whose_attention_is_zero_is_merged(case, folder):
     model = tiny.model(case)
     with torch.no_grad():
         for weight in attention_of(model)[0].module.parameters():

@@ -1,13 +1,10 @@
 """Costs against live caches and against parameters counted here."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 import headprune
 from headprune.model.attention import attention_of
@@ -30,7 +27,7 @@ FAST = tiny.one_per_row(CACHING) & {*GENERATING}
 FAST |= {"mistral", "qwen2-full_first", "gemma3_text-sliding_first", "gpt_oss-sliding_first"}
 
 
-def live_bytes(model: PreTrainedModel, length: int) -> list[int]:
+def live_bytes(model, length):
     """The bytes of a sequence in every layer of a real cache, its last token decoded."""
     ids = torch.randint(5, tiny.VOCAB, (1, length), generator=torch.Generator().manual_seed(0))
     inputs, own = {}, "input_ids"
@@ -47,7 +44,7 @@ def live_bytes(model: PreTrainedModel, length: int) -> list[int]:
 
 @pytest.mark.parametrize("empty", [None, 0, -1])
 @pytest.mark.parametrize("case", slow_unless(FAST.__contains__, CACHING))
-def test_the_cache_is_as_large_as_a_live_one(case: str, empty: int | None) -> None:
+def test_the_cache_is_as_large_as_a_live_one(case, empty):
     model = tiny.model(case)
     if empty is not None:
         cut_heads(model, resolve(uneven_plan(model, empty), model))
@@ -69,7 +66,7 @@ STRUCTURES += ["qwen3_next", "cwm", "gemma4_text", "deepseek_v2", "axk2"]
 
 
 @pytest.mark.parametrize("name", [name for name in STRUCTURES if name in PRESENT])
-def test_so_is_that_of_models_without_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_is_that_of_models_without_a_row(name, monkeypatch):
     model = build(name, monkeypatch)
     if name == "llama4_text":
         model = tiny.model(name, attention_chunk_size=WINDOW)
@@ -84,9 +81,7 @@ OFTEN = ["mistral", "qwen2-full_first", "gemma3_text-sliding_first", "gpt_oss-sl
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", OFTEN)
-def test_prices_and_longest_contexts_are_those_of_a_live_cache(
-    case: str, dtype: torch.dtype
-) -> None:
+def test_prices_and_longest_contexts_are_those_of_a_live_cache(case, dtype):
     model = tiny.model(case, dtype)
     context, attentions = stated_context(model), attention_of(model)
     assert context == model.config.max_position_embeddings
@@ -105,9 +100,7 @@ def test_prices_and_longest_contexts_are_those_of_a_live_cache(
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "mistral", "gemma3_text-sliding_first", "gpt_oss"])
-def test_a_context_is_said_wherever_there_are_windows(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_context_is_said_wherever_there_are_windows(case, tmp_path, capsys):
     model = tiny.model(case)
     folder = tiny.save(model, tmp_path / "m")
     (tmp_path / "t.txt").write_text(tiny.text(600))
@@ -125,7 +118,7 @@ def test_a_context_is_said_wherever_there_are_windows(
 
 
 @pytest.mark.parametrize("case", tiny.CASES)
-def test_every_parameter_counts_once(case: str) -> None:
+def test_every_parameter_counts_once(case):
     model = tiny.model(case)
     cost = model_cost(model)
     tensors = {p.data_ptr(): p.numel() for p in model.parameters()}
@@ -139,7 +132,7 @@ def test_every_parameter_counts_once(case: str) -> None:
         assert cost.parameters < untied
 
 
-def test_cost_counts_what_is_there() -> None:
+def test_cost_counts_what_is_there():
     cost = model_cost(tiny.model("llama-gqa", torch.bfloat16))
     assert cost.query_heads == 6 * tiny.LAYERS
     assert cost.kv_cache_bytes == 2 * 3 * 10 * tiny.LAYERS * 2  # K and V, bfloat16
@@ -148,7 +141,7 @@ def test_cost_counts_what_is_there() -> None:
     assert model_cost(tiny.model("bert-mlm")).kv_cache_bytes == 0
 
 
-def test_inspect_says_what_the_cache_measures(tmp_path: Path) -> None:
+def test_inspect_says_what_the_cache_measures(tmp_path):
     model = tiny.model("llama-gqa")
     report = inspect(tiny.save(model, tmp_path / "model"))
     with torch.no_grad():

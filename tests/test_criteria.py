@@ -1,29 +1,19 @@
 """Scores and plans: known answers, what they must not depend on, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from headprune import app as cli
-from headprune.config import (
-    CalibrationConfig,
-    DataConfig,
-    ScoreConfig,
-)
-from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError
+from headprune.config import CalibrationConfig, DataConfig, ScoreConfig
+from headprune.errors import CheckpointError, DataError, PlanError
 from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.losses import example_losses
 from headprune.evidence.score import needs_of, score, scores_of
@@ -40,7 +30,6 @@ from headprune.planning.choose import CutRequest, choose
 from headprune.result.prune import prune
 from headprune.runtime.modeling_headprune import kv_owners
 from headprune.schemas.manifest import read_manifest
-from headprune.schemas.plan import Plan
 from headprune.schemas.scores import read_scores
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.least_squares import REMOVAL_RIDGE
@@ -55,12 +44,12 @@ SEE_ZEROS = [
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> DataConfig:
+def text(tmp_path):
     (tmp_path / "text.txt").write_text(tiny.text(3000))
     return DataConfig(source=str(tmp_path / "text.txt"))
 
 
-def batches(model: PreTrainedModel, count: int = 8, size: int = 4, seed: int = 0) -> list[Any]:
+def batches(model, count=8, size=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 60, (count, 12), generator=generator)
     every = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
@@ -68,7 +57,7 @@ def batches(model: PreTrainedModel, count: int = 8, size: int = 4, seed: int = 0
     return [{n: v[i : i + size] for n, v in every.items()} for i in starts]
 
 
-def scored(model: PreTrainedModel, names: list[str], rows: list[Any]) -> dict[str, Tensor]:
+def scored(model, names, rows):
     """Scores of single heads, in memory."""
     attentions = attention_of(model)
     evidence = collect(model, attentions, rows, needs_of(names))
@@ -78,7 +67,7 @@ def scored(model: PreTrainedModel, names: list[str], rows: list[Any]) -> dict[st
 @pytest.mark.parametrize(
     "case", tiny.present("llama-gqa", "gpt2", "bert-mlm", "marian", "gpt_neox")
 )
-def test_useless_heads_come_last(case: str, tmp_path: Path, text: DataConfig) -> None:
+def test_useless_heads_come_last(case, tmp_path, text):
     model = tiny.model(case)
     useless = {}
     for number, attention in enumerate(attention_of(model)):
@@ -107,7 +96,7 @@ def test_useless_heads_come_last(case: str, tmp_path: Path, text: DataConfig) ->
             assert (part > planted).sum() == len(part) - 1, (name, module, part)
 
 
-def _first_removal(x: Tensor, weight: Tensor, heads: int, biased: bool) -> tuple[int, float]:
+def _first_removal(x, weight, heads, biased):
     """The head that the others replace best, and its cost, by plain least squares on tokens."""
     about = x - x.mean(0) if biased else x
     ridge = (REMOVAL_RIDGE * about.square().sum(0).mean()).sqrt()
@@ -130,13 +119,13 @@ def _first_removal(x: Tensor, weight: Tensor, heads: int, biased: bool) -> tuple
 @pytest.mark.parametrize(
     "case", tiny.present("qwen2", "gpt2", "opt", "bert-mlm", "marian", "gpt_neox", "vit")
 )
-def test_a_bias_of_the_output_takes_over_what_is_constant(case: str, criterion: str) -> None:
+def test_a_bias_of_the_output_takes_over_what_is_constant(case, criterion):
     model = tiny.model(case, torch.float64)
-    inputs: dict[str, Tensor] = {}
+    inputs = {}
     attentions = attention_of(model)
     for attention in attentions:
 
-        def nearly_constant(module: Any, args: Any, path: str = attention.path) -> Any:
+        def nearly_constant(module, args, path=attention.path):
             heads = args[0].unflatten(-1, (len(of_path[path].query_ids), -1)).clone()
             heads[..., 1, :] = 5 + heads[..., 1, :] / 100
             inputs[path] = heads.detach().flatten(-2).flatten(0, -2)
@@ -171,7 +160,7 @@ def test_a_bias_of_the_output_takes_over_what_is_constant(case: str, criterion: 
         assert other != (cheapest, pytest.approx(cost, rel=1e-2))
 
 
-def test_of_a_duplicated_pair_one_may_go_and_not_both(text: DataConfig, tmp_path: Path) -> None:
+def test_of_a_duplicated_pair_one_may_go_and_not_both(text, tmp_path):
     model = tiny.model("gpt2")
     attention = attention_of(model)[0]
     heads = read_heads(attention)
@@ -196,9 +185,7 @@ def test_of_a_duplicated_pair_one_may_go_and_not_both(text: DataConfig, tmp_path
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "bert-mlm"))
-def test_scores_do_not_depend_on_the_batch_size(
-    case: str, text: DataConfig, tmp_path: Path
-) -> None:
+def test_scores_do_not_depend_on_the_batch_size(case, text, tmp_path):
     tiny.save(tiny.model(case, torch.float64), tmp_path / "model")
     names = SEE_ZEROS[:6]
     one, many = (
@@ -222,7 +209,7 @@ def test_scores_do_not_depend_on_the_batch_size(
 
 
 @pytest.mark.parametrize("case", tiny.present("gpt2", "bert-mlm", "bert-base"))
-def test_padding_counts_for_nothing(case: str) -> None:
+def test_padding_counts_for_nothing(case):
     model = tiny.model(case, torch.float64)
     short = {name: value[:, :7] for name, value in batches(model, 3, 3)[0].items()}
     padded = {name: torch.cat([v, v[:, :5]], 1) for name, v in short.items()}
@@ -236,7 +223,7 @@ def test_padding_counts_for_nothing(case: str) -> None:
     assert not torch.allclose(scored(model, names, [padded])["wanda"], bare["wanda"])
 
 
-def test_scores_of_shards_add_up() -> None:
+def test_scores_of_shards_add_up():
     model = tiny.model("gpt2", torch.float64)
     attentions, needs = attention_of(model), needs_of(["fisher", "wanda"])
     whole = collect(model, attentions, batches(model), needs)
@@ -258,7 +245,7 @@ def test_scores_of_shards_add_up() -> None:
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "bert-mlm", "bert-base"))
-def test_gradients_are_finite_differences(case: str) -> None:
+def test_gradients_are_finite_differences(case):
     model = tiny.model(case, torch.float64)
     rows, attentions, task = batches(model, 3, 3), attention_of(model), task_of(model)
     found = collect(model, attentions, rows, needs_of(["gradient"]))
@@ -280,7 +267,7 @@ def test_gradients_are_finite_differences(case: str) -> None:
 @pytest.mark.quick
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_an_exact_plan_is_the_best_of_all(data: st.DataObject) -> None:
+def test_an_exact_plan_is_the_best_of_all(data):
     model = tiny.model("llama-gqa")
     attentions = attention_of(model)[:2]
     count = sum(a.query_heads for a in attentions)
@@ -292,7 +279,7 @@ def test_an_exact_plan_is_the_best_of_all(data: st.DataObject) -> None:
     scores = [float(value) for value in scores]
     heads = data.draw(st.integers(1, count))
 
-    def spent(kept: tuple[int, ...]) -> float:
+    def spent(kept):
         used, start = [], 0
         for a in attentions:
             own = [at - start for at in kept if start <= at < start + a.query_heads]
@@ -314,7 +301,7 @@ def test_an_exact_plan_is_the_best_of_all(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2", "falcon-new", "bart", "qwen3"))
-def test_parameter_prices_are_what_a_cut_leaves(case: str, tmp_path: Path) -> None:
+def test_parameter_prices_are_what_a_cut_leaves(case, tmp_path):
     model = tiny.model(case)
     attentions, prices = attention_of(model), parameter_prices(model, attention_of(model))
     cuts = resolve(uneven_plan(model), model)
@@ -325,13 +312,13 @@ def test_parameter_prices_are_what_a_cut_leaves(case: str, tmp_path: Path) -> No
     assert prices.total([(a.query_heads - 1, a.kv_heads) for a in attentions]) != expected
 
 
-def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
+def test_budgets_are_kept_to(tmp_path, text):
     folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     score(
         folder, tmp_path / "s", SMALL.part(ScoreConfig, criterion=["fisher"], unit=Unit.HEAD), text
     )
 
-    def made(**budget: Any) -> Plan:
+    def made(**budget):
         return chosen(folder, tmp_path / "s", layout="ragged", **budget).plan
 
     model = tiny.model("llama-gqa")
@@ -365,7 +352,7 @@ def test_budgets_are_kept_to(tmp_path: Path, text: DataConfig) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("largest", [1e3, 1e6, 1e9])
-def test_one_large_score_does_not_blur_the_others(largest: float) -> None:
+def test_one_large_score_does_not_blur_the_others(largest):
     model = tiny.model("gpt2")
     attentions, generator = attention_of(model), torch.Generator().manual_seed(0)
     scores = torch.rand(24, generator=generator).double()
@@ -377,7 +364,7 @@ def test_one_large_score_does_not_blur_the_others(largest: float) -> None:
     assert sorted(allocate(attentions, Unit.HEAD, scores.tolist(), 12, limits=[free])) == best
 
 
-def test_prune_by_scores_is_plan_and_prune(tmp_path: Path, text: DataConfig) -> None:
+def test_prune_by_scores_is_plan_and_prune(tmp_path, text):
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     score(folder, tmp_path / "s", SMALL.part(ScoreConfig, criterion=["compensated"]), text)
     made = chosen(folder, tmp_path / "s", keep=0.6).plan
@@ -385,7 +372,7 @@ def test_prune_by_scores_is_plan_and_prune(tmp_path: Path, text: DataConfig) -> 
     assert done.plan == made
 
 
-def test_random_scores_follow_the_seed(tmp_path: Path) -> None:
+def test_random_scores_follow_the_seed(tmp_path):
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     found = [
         score(folder, tmp_path / str(n), ScoreConfig(criterion=["random"], seed=seed))
@@ -395,9 +382,7 @@ def test_random_scores_follow_the_seed(tmp_path: Path) -> None:
     assert not torch.equal(found[0].scores["random"], found[2].scores["random"])
 
 
-def run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object
-) -> tuple[int, str, str]:
+def run(capsys, monkeypatch, *words):
     monkeypatch.setattr("sys.argv", ["headprune", *map(str, words)])
     with pytest.raises(SystemExit) as stop:
         cli.main()
@@ -405,9 +390,7 @@ def run(
     return int(stop.value.code or 0), said.out, said.err
 
 
-def test_scores_that_reckon_with_a_refit_get_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_that_reckon_with_a_refit_get_one(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(3_000))
@@ -416,7 +399,7 @@ def test_scores_that_reckon_with_a_refit_get_one(
     scored = ["score", "model", "--data", "text.txt", *names, "s", *small]
     assert run(capsys, monkeypatch, *scored)[0] == 0
 
-    def cut(output: str, criterion: str, *more: str) -> tuple[int, str, Any]:
+    def cut(output, criterion, *more):
         words = ["prune", "model", "--scores", "s", "--criterion", criterion, "--keep", "0.5"]
         code, _, err = run(capsys, monkeypatch, *words, output, *more)
         done = code == 0 and read_manifest(tmp_path / output)
@@ -439,12 +422,7 @@ def test_scores_that_reckon_with_a_refit_get_one(
     assert (code, "'text.txt', is not here: give --refit DATA" in err) == (2, True)
 
 
-def test_the_commands(
-    tmp_path: Path,
-    text: DataConfig,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_commands(tmp_path, text, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     small = ["--config", "calibration_tokens=256", "--config", "seq_len=16"]
@@ -460,15 +438,7 @@ def test_the_commands(
     assert code == 0
     assert re.search(r"query heads +24 +12 +50", out)
     code, out, _ = run(
-        capsys,
-        monkeypatch,
-        "prune",
-        "model",
-        *chosen,
-        "--refit",
-        "text.txt",
-        "out",
-        *small,
+        capsys, monkeypatch, "prune", "model", *chosen, "--refit", "text.txt", "out", *small
     )
     assert code == 0
     assert "W_O refitted" in out
@@ -477,12 +447,12 @@ def test_the_commands(
     assert saved["attentions"] == asked["attentions"]
 
 
-def test_bad_input(tmp_path: Path, text: DataConfig) -> None:
+def test_bad_input(tmp_path, text):
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     score(folder, tmp_path / "s", SMALL.part(ScoreConfig, criterion=["fisher", "wanda"]), text)
     scores = tmp_path / "s"
 
-    def refused(error: type[HeadpruneError], match: str, action: Any) -> None:
+    def refused(error, match, action):
         with pytest.raises(error, match=match):
             action()
 
@@ -499,9 +469,9 @@ def test_bad_input(tmp_path: Path, text: DataConfig) -> None:
         lambda: score(folder, scores, ScoreConfig(criterion=["fisher"]), text),
     )
     refused(PlanError, "say which one", lambda: chosen(folder, scores, keep=0.5))
-    other_criterion: dict[str, Any] = {"keep": 0.5, "criterion": "random"}
+    other_criterion = {"keep": 0.5, "criterion": "random"}
     refused(PlanError, "They hold fisher, wanda", lambda: chosen(folder, scores, **other_criterion))
-    few: dict[str, Any] = {"keep": 3, "targets": ("vllm",), "criterion": "fisher"}
+    few = {"keep": 3, "targets": ("vllm",), "criterion": "fisher"}
     refused(
         PlanError,
         "3 query heads in all; a head in each of 4",
@@ -509,9 +479,7 @@ def test_bad_input(tmp_path: Path, text: DataConfig) -> None:
     )
     other = tiny.save(tiny.model("gpt_neox"), tmp_path / "other")
     refused(
-        PlanError,
-        "not of 'other'",
-        lambda: chosen(other, scores, keep=0.5, criterion="fisher"),
+        PlanError, "not of 'other'", lambda: chosen(other, scores, keep=0.5, criterion="fisher")
     )
     refused(
         PlanError,
@@ -541,9 +509,7 @@ def test_bad_input(tmp_path: Path, text: DataConfig) -> None:
     assert not out.exists()
 
 
-def test_nan_is_named_with_its_layer(
-    tmp_path: Path, text: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_is_named_with_its_layer(tmp_path, text, monkeypatch):
     # what is looked at when a model is loaded is made up; text may overflow all the same
     monkeypatch.setattr("headprune.model.open.refuse_not_finite", lambda *_: None)
     folder = tiny.save(tiny.model("gpt2"), tmp_path / "model")
@@ -558,7 +524,7 @@ def test_nan_is_named_with_its_layer(
     assert not (tmp_path / "s").exists()
 
 
-def test_modules_that_run_twice_or_never(tmp_path: Path, text: DataConfig) -> None:
+def test_modules_that_run_twice_or_never(tmp_path, text):
     albert = tiny.save(tiny.model("albert"), tmp_path / "albert")
     with pytest.raises(PlanError, match="Score it by fisher, gradient or wanda"):
         score(albert, tmp_path / "a", SMALL.part(ScoreConfig, criterion=["compensated"]), text)
@@ -568,7 +534,7 @@ def test_modules_that_run_twice_or_never(tmp_path: Path, text: DataConfig) -> No
     assert found.scores["compensated"].isfinite().all()
 
 
-def test_padding_alone_has_nothing_to_score() -> None:
+def test_padding_alone_has_nothing_to_score():
     model = tiny.model("gpt2")
     batch = batches(model, 2, 2)[0]
     batch["attention_mask"][1] = 0
@@ -576,7 +542,7 @@ def test_padding_alone_has_nothing_to_score() -> None:
         example_losses(model, "causal-lm", batch)
 
 
-def test_every_criterion_says_where_it_comes_from() -> None:
+def test_every_criterion_says_where_it_comes_from():
     weight = torch.ones(2, 3, 4)
     for name, criterion in CRITERIA.items():
         assert len(criterion.source) > 10, name

@@ -1,7 +1,5 @@
 """Files that were damaged or tampered with are refused in a sentence, and do no harm."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -40,7 +38,7 @@ LAYER = "model.layers.{}.self_attn"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def made(tmp_path_factory):
     """A tiny Llama, and two results made of it: an uneven one, and a plain one."""
     root = tmp_path_factory.mktemp("made")
     model = tiny.model("llama-gqa")
@@ -56,24 +54,24 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def model(made: dict[str, Path], tmp_path: Path) -> Path:
+def model(made, tmp_path):
     """A copy of the Llama, to be damaged."""
     return Path(shutil.copytree(made["model"], tmp_path / "model"))
 
 
 @pytest.fixture
-def uneven(made: dict[str, Path], tmp_path: Path) -> Path:
+def uneven(made, tmp_path):
     """A copy of the uneven result, to be damaged."""
     return Path(shutil.copytree(made["uneven"], tmp_path / "uneven"))
 
 
-def edit(path: Path, change: Change) -> None:
+def edit(path, change):
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
 
 
-def refusal(error: type[HeadpruneError], call: Callable[[], object]) -> str:
+def refusal(error, call):
     """What an error says, which is short and on one line."""
     with pytest.raises(error) as caught:
         call()
@@ -85,7 +83,7 @@ def refusal(error: type[HeadpruneError], call: Callable[[], object]) -> str:
 # Configs: what transformers would trip over
 
 
-CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+CONFIGS = {
     "a number for a class": ({"architectures": [[1.5]]}, "architectures.0: Input should be"),
     "a part of a module": ({"architectures": ["__class__"]}, "architectures"),
     "text for classes": ({"architectures": "LlamaModel"}, "architectures: Input should be"),
@@ -103,7 +101,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_damaged_config_is_refused_before_anything_is_built(case: str, model: Path) -> None:
+def test_a_damaged_config_is_refused_before_anything_is_built(case, model):
     changes, message = CONFIGS[case]
     edit(model / "config.json", lambda config: config.update(changes))
     assert message in refusal(CheckpointError, lambda: headprune.from_pretrained(model))
@@ -123,12 +121,12 @@ def test_a_damaged_config_is_refused_before_anything_is_built(case: str, model: 
     ],
     ids=lambda text: text[:24],
 )
-def test_files_that_hold_no_settings(name: str, text: str, model: Path) -> None:
+def test_files_that_hold_no_settings(name, text, model):
     (model / name).write_text(text)
     assert str(model) in refusal(CheckpointError, lambda: headprune.from_pretrained(model))
 
 
-TOKENIZERS: list[tuple[str, str]] = [
+TOKENIZERS = [
     ("tokenizer_config.json", "[]"),
     ("tokenizer_config.json", '{"model_max_length": "512"}'),
     ("tokenizer_config.json", '{"tokenizer_class": 3}'),
@@ -140,15 +138,15 @@ TOKENIZERS: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "text"), TOKENIZERS)
-def test_a_damaged_tokenizer(name: str, text: str, model: Path) -> None:
+def test_a_damaged_tokenizer(name, text, model):
     (model / name).write_text(text, errors="surrogateescape")
     assert str(model) in refusal(CheckpointError, lambda: load_tokenizer(model))
 
 
-def test_only_what_a_library_raises_is_taken_for_damage() -> None:
+def test_only_what_a_library_raises_is_taken_for_damage():
     panic = type("PanicException", (BaseException,), {})  # what Rust's libraries raise
 
-    def library(error: BaseException) -> None:
+    def library(error):
         with damage_is(lambda why: f"It is damaged: {why}"):
             raise error
 
@@ -164,7 +162,7 @@ def test_only_what_a_library_raises_is_taken_for_damage() -> None:
     assert without_weights(type(tiny.model("llama-gqa")), config).device.type == "meta"
 
 
-def test_texts_that_are_too_short_for_a_proof(model: Path, tmp_path: Path) -> None:
+def test_texts_that_are_too_short_for_a_proof(model, tmp_path):
     edit(model / "config.json", lambda config: config.update(max_position_embeddings=6))
     plan = uneven_plan(headprune.from_pretrained(model))
     text = refusal(HeadpruneError, lambda: prune(model, tmp_path / "out", CutRequest(plan=plan)))
@@ -174,13 +172,13 @@ def test_texts_that_are_too_short_for_a_proof(model: Path, tmp_path: Path) -> No
 # Weights: the index
 
 
-def in_shards(folder: Path) -> Path:
+def in_shards(folder):
     headprune.from_pretrained(folder).save_pretrained(folder, max_shard_size="50KB")
     (folder / "model.safetensors").unlink(missing_ok=True)
     return folder / "model.safetensors.index.json"
 
 
-def shard_names(index: dict[str, Any], name: object) -> None:
+def shard_names(index, name):
     index["weight_map"]["model.norm.weight"] = name
 
 
@@ -198,7 +196,7 @@ def shard_names(index: dict[str, Any], name: object) -> None:
     ],
     ids=["outside", "pickle", "missing", "number", "list", "empty", "no metadata", "nothing"],
 )
-def test_an_index_names_safetensors_beside_it(change: Change, message: str, model: Path) -> None:
+def test_an_index_names_safetensors_beside_it(change, message, model):
     index = in_shards(model)
     headprune.from_pretrained(model)  # it was fine before
     edit(index, change)
@@ -209,7 +207,7 @@ def test_an_index_names_safetensors_beside_it(change: Change, message: str, mode
 
 
 @pytest.mark.parametrize("number", [[1], {"a": 1}, "x"])
-def test_a_layers_own_config_that_is_damaged(number: object, uneven: Path) -> None:
+def test_a_layers_own_config_that_is_damaged(number, uneven):
     edit(
         uneven / "config.json",
         lambda c: c["per_layer_config"]["1"].update(num_attention_heads=number),
@@ -218,7 +216,7 @@ def test_a_layers_own_config_that_is_damaged(number: object, uneven: Path) -> No
     assert "could not read its config" in text and "num_attention_heads" in text
 
 
-LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+LAYOUTS = {
     "twice": ({"query_heads": [0, 0, 4, 5]}, "names a head twice"),
     "negative": ({"query_heads": [-1, 1, 4, 5]}, "greater than or equal to 0"),
     "truth": ({"query_heads": [True, 0, 4, 5]}, "should be a valid integer"),
@@ -238,7 +236,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_a_damaged_layout(case: str, uneven: Path) -> None:
+def test_a_damaged_layout(case, uneven):
     change, message = LAYOUTS[case]
     path = LAYER.format(0)
     edit(uneven / "config.json", lambda c: c["headprune"]["layout"][path].update(change))
@@ -256,7 +254,7 @@ def test_a_damaged_layout(case: str, uneven: Path) -> None:
     [{"kv_heads": [2, 0]}, {"group_sizes": [3, 1]}, {"query_heads": [0, 1, 4, 99]}],
     ids=["order", "sizes", "another"],
 )
-def test_a_layout_that_is_not_the_manifests(change: dict[str, Any], uneven: Path) -> None:
+def test_a_layout_that_is_not_the_manifests(change, uneven):
     edit(uneven / "config.json", lambda c: c["headprune"]["layout"][LAYER.format(0)].update(change))
     text = refusal(CheckpointError, lambda: headprune.from_pretrained(uneven))
     assert "describe other heads of 'model.layers.0.self_attn'" in text
@@ -269,7 +267,7 @@ def test_a_layout_that_is_not_the_manifests(change: dict[str, Any], uneven: Path
         (LAYER.format(9), "modules that LlamaForCausalLM does not have: layers.9.self_attn"),
     ],
 )
-def test_a_layout_that_the_model_has_no_place_for(path: str, message: str, uneven: Path) -> None:
+def test_a_layout_that_the_model_has_no_place_for(path, message, uneven):
     (uneven / "headprune.json").unlink()
     headprune.from_pretrained(uneven)
     heads = {"query_heads": list(range(12)), "kv_heads": [0, 1]}
@@ -278,7 +276,7 @@ def test_a_layout_that_the_model_has_no_place_for(path: str, message: str, uneve
 
 
 @pytest.mark.parametrize("row", [{"forward": "kv_heads"}, {"__class__": "kv_heads"}, [], None])
-def test_the_row_of_the_family_is_headprunes_own(row: object, uneven: Path) -> None:
+def test_the_row_of_the_family_is_headprunes_own(row, uneven):
     wanted = headprune.from_pretrained(uneven)
     inputs = probes.probe_inputs(wanted)
     edit(uneven / "config.json", lambda c: c["headprune"]["family"].update(follows=row))
@@ -291,7 +289,7 @@ def test_the_row_of_the_family_is_headprunes_own(row: object, uneven: Path) -> N
 # The manifest
 
 
-MANIFESTS: dict[str, tuple[Change, str]] = {
+MANIFESTS = {
     "digits": (lambda m: m.update(parameters=[1, 2, 3]), "parameters"),
     "schema": (lambda m: m.update(schema_version={}), "schema_version"),
     "proof": (lambda m: m.update(proof=[]), "proof"),
@@ -313,19 +311,18 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
 }
 
 
-def logits(manifest: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = manifest["probe"]["outputs"]["logits"]
-    return found
+def logits(manifest):
+    return manifest["probe"]["outputs"]["logits"]
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
-def test_a_damaged_manifest(case: str, uneven: Path) -> None:
+def test_a_damaged_manifest(case, uneven):
     change, message = MANIFESTS[case]
     edit(uneven / "headprune.json", change)
     assert message in refusal(CheckpointError, lambda: read_manifest(uneven))
 
 
-def test_a_manifest_of_other_weights(made: dict[str, Path], tmp_path: Path) -> None:
+def test_a_manifest_of_other_weights(made, tmp_path):
     plain = Path(shutil.copytree(made["plain"], tmp_path / "plain"))
     heads = {"query_heads": [0, 1], "kv_heads": [0]}
     edit(plain / "headprune.json", lambda m: m["layout"].update({LAYER.format(2): heads}))
@@ -333,7 +330,7 @@ def test_a_manifest_of_other_weights(made: dict[str, Path], tmp_path: Path) -> N
     assert "2 query and 1 KV heads in 'model.layers.2.self_attn', and the weights hold 4" in text
 
 
-def test_ids_are_told_to_another_head_as_well(made: dict[str, Path]) -> None:
+def test_ids_are_told_to_another_head_as_well(made):
     base = headprune.from_pretrained(made["plain"], auto_class="AutoModel")
     assert {a.query_ids for a in attention_of(base)} == {(0, 1, 4, 5)}
 
@@ -342,7 +339,7 @@ def test_ids_are_told_to_another_head_as_well(made: dict[str, Path]) -> None:
 
 
 @pytest.fixture
-def gates(model: Path, tmp_path: Path) -> Path:
+def gates(model, tmp_path):
     """Gates as train-gates writes them, for the KV groups of the tiny Llama."""
     net = headprune.from_pretrained(model)
     attentions = attention_of(net)
@@ -374,8 +371,8 @@ def gates(model: Path, tmp_path: Path) -> Path:
     return tmp_path / "gates"
 
 
-def tensors_of(name: str, change: Change) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
+def tensors_of(name, change):
+    def apply(folder):
         tensors = load_file(folder / name)
         change(tensors)
         save_file(tensors, folder / name)
@@ -383,19 +380,19 @@ def tensors_of(name: str, change: Change) -> Callable[[Path], None]:
     return apply
 
 
-def json_of(name: str, *changes: Change) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
+def json_of(name, *changes):
+    def apply(folder):
         for change in changes:
             edit(folder / name, change)
 
     return apply
 
 
-def gates_json(*changes: Change) -> Callable[[Path], None]:
+def gates_json(*changes):
     return json_of("gates.json", *changes)
 
 
-GATES: dict[str, tuple[Callable[[Path], object], str]] = {
+GATES = {
     "unit": (gates_json(lambda m: m.update(unit="head")), "not as they were written"),
     "order": (gates_json(lambda m: m["modules"].reverse()), "not as they were written"),
     "no heads": (gates_json(lambda m: m.pop("heads")), "heads: Field required"),
@@ -437,13 +434,13 @@ GATES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def test_sound_gates_are_taken(gates: Path, model: Path) -> None:
+def test_sound_gates_are_taken(gates, model):
     cut = preview(model, CutRequest(gates=gates)).plan
     assert (cut.kept_heads, cut.query_heads) == (16, 24)
 
 
 @pytest.mark.parametrize("case", GATES)
-def test_gates_that_do_not_fit(case: str, gates: Path, model: Path) -> None:
+def test_gates_that_do_not_fit(case, gates, model):
     damage, message = GATES[case]
     damage(gates)
     assert message in refusal(HeadpruneError, lambda: preview(model, CutRequest(gates=gates)))
@@ -453,16 +450,16 @@ def test_gates_that_do_not_fit(case: str, gates: Path, model: Path) -> None:
 
 
 @pytest.fixture
-def scores(model: Path, tmp_path: Path) -> Path:
+def scores(model, tmp_path):
     score(model, tmp_path / "scores", ScoreConfig(criterion=["magnitude"]))
     return tmp_path / "scores"
 
 
-def scores_json(change: Change) -> Callable[[Path], None]:
+def scores_json(change):
     return json_of("scores.json", change)
 
 
-SCORES: dict[str, tuple[Callable[[Path], None], str]] = {
+SCORES = {
     "sizes": (scores_json(lambda m: m["group_sizes"][0].append(1)), "not as they were written"),
     "negative": (scores_json(lambda m: m["heads"][1].append(-1)), "heads.1"),
     "tensors": (lambda f: (f / "scores.safetensors").unlink(), "cannot be read"),
@@ -483,7 +480,7 @@ SCORES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", SCORES)
-def test_scores_that_do_not_fit(case: str, scores: Path, model: Path) -> None:
+def test_scores_that_do_not_fit(case, scores, model):
     damage, message = SCORES[case]
     preview(model, CutRequest(scores=scores, keep=0.5))  # it was fine before
     damage(scores)
@@ -521,13 +518,13 @@ FULL = (
     ],
     ids=lambda text: text[:30],
 )
-def test_a_damaged_plan(text: str, message: str, tmp_path: Path) -> None:
+def test_a_damaged_plan(text, message, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(text)
     assert message in refusal(PlanError, lambda: read_plan(path, {"a": ((0, 1), 2)}))
 
 
-def test_a_plan_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_a_plan_with_a_byte_order_mark(tmp_path):
     path, text = tmp_path / "plan.json", FULL.format(keep="[1]")
     path.write_text(text)
     plain = read_plan(path, {"a": ((0, 1), 2)})
@@ -536,7 +533,7 @@ def test_a_plan_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pruned", [[[0]], {"0": [True]}, {"0": ["1"]}, {"0": 3}, {"0": [[1]]}, 7])
-def test_damaged_entries_of_transformers_4(pruned: object, model: Path) -> None:
+def test_damaged_entries_of_transformers_4(pruned, model):
     edit(model / "config.json", lambda config: config.update(pruned_heads=pruned))
     text = refusal(CheckpointError, lambda: headprune.from_pretrained(model))
     assert "no map from layer numbers" in text

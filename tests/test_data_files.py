@@ -1,7 +1,5 @@
 """Files that are damaged, changed or hold no text, homes that cannot be written, odd numbers."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import hashlib
@@ -12,7 +10,6 @@ import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,13 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value, load_dataset
 
-from headprune.config import (
-    ConvertConfig,
-    DataConfig,
-    EvaluateConfig,
-    Objective,
-    TrainGatesConfig,
-)
+from headprune.config import ConvertConfig, DataConfig, EvaluateConfig, Objective, TrainGatesConfig
 from headprune.data.batches import batches, label_reader
 from headprune.data.read import Examples, digest_of_data, read_examples
 from headprune.data.sequences import tokenized_rows, translation_rows
@@ -36,25 +27,22 @@ from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.evaluate import evaluate
-from headprune.model.heads import HeadWeights
 from headprune.result.convert_gqa import convert_gqa
-from headprune.surgery.merges.spec import Groups, MergeContext
 from tests import tiny
 from tests.test_cli import refuses, succeeds
 
 PACKED = gzip.compress(b"w1 w2 w3 " * 999)
 
 
-def parquet(*texts: bytes) -> bytes:
+def parquet(*texts):
     """A file whose strings may be no UTF-8."""
     array = pa.Array.from_buffers(pa.string(), len(texts), pa.array(texts).buffers())
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"text": array}), sink)
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
+    return sink.getvalue().to_pybytes()
 
 
-def flipped(content: bytes) -> bytes:
+def flipped(content):
     half = len(content) // 2
     return content[:half] + bytes([content[half] ^ 0x55]) + content[half + 1 :]
 
@@ -71,10 +59,7 @@ DAMAGED = {
     "cut.jsonl": (b'{"text": "a"}\n{"text": \n', "JSON parse error"),
     "empty.jsonl": (b"", "no rows"),
     "quote.csv": (b'text\n"a\nb\n', "quote.csv', line 2: .*unexpected end of data"),
-    "wide.csv": (
-        b"text,b\na,1\nb,2,3,4\n",
-        "wide.csv', line 3: this row has 4 cells",
-    ),
+    "wide.csv": (b"text,b\na,1\nb,2,3,4\n", "wide.csv', line 3: this row has 4 cells"),
     "long.csv": (b'text,b\n"a\nb",1\na,1,2\n', "long.csv', line 4: this row has 3 cells"),
     "short.tsv": (b"text\tb\na\t1\nb\n", "short.tsv', line 3: this row has 1 cells"),
     "spaced.csv": (b'text,b\na, "b, c"\n', "spaced.csv', line 2: this row has 3 cells"),
@@ -109,7 +94,7 @@ DAMAGED = {
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_named_in_a_sentence(name: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_in_a_sentence(name, tmp_path):
     content, message = DAMAGED[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
@@ -131,13 +116,13 @@ def test_a_damaged_file_is_named_in_a_sentence(name: str, tmp_path: Path) -> Non
         ("packed.csv.gz", "text;label\nw1, w2;a\nw3;b\n"),
     ],
 )
-def test_columns_are_separated_as_their_first_row(name: str, content: str, tmp_path: Path) -> None:
+def test_columns_are_separated_as_their_first_row(name, content, tmp_path):
     raw = content.encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
     assert texts_in(tmp_path / name) == ["w1, w2", "w3"]
 
 
-def texts_in(place: Path, **options: str) -> list[str]:
+def texts_in(place, **options):
     return [text for (text,) in read_examples(DataConfig(source=str(place), **options)).texts]
 
 
@@ -148,7 +133,7 @@ CELLS = [
 QUOTED = [*CELLS, '"', '"a" said', "a,b;c\td", "two\nlines", "two\r\nlines"]
 
 
-def written(name: str, cells: list[str]) -> bytes:
+def written(name, cells):
     """A table whose columns are the cells, and the cells again, in turns."""
     rows, text = list(zip(cells, cells[::-1], [*cells[1:], cells[0]], strict=True)), io.StringIO()
     if ".jsonl" in name:
@@ -166,7 +151,7 @@ def written(name: str, cells: list[str]) -> bytes:
 @pytest.mark.parametrize(
     "name", ["a.csv", "semicolon.csv", "excel.csv", "a.csv.gz", "a.tsv", "a.tsv.gz", "a.jsonl"]
 )
-def test_every_cell_is_read_as_it_is_written(name: str, tmp_path: Path) -> None:
+def test_every_cell_is_read_as_it_is_written(name, tmp_path):
     file, cells = tmp_path / name, CELLS if ".tsv" in name else QUOTED
     file.write_bytes(written(name, cells))
     examples = read_examples(DataConfig(source=str(file), text_column="a,b", label_column="l"))
@@ -180,10 +165,10 @@ def test_every_cell_is_read_as_it_is_written(name: str, tmp_path: Path) -> None:
     )
 
 
-def test_tables_from_elsewhere_have_the_cells_of_plain_readers(tmp_path: Path) -> None:
+def test_tables_from_elsewhere_have_the_cells_of_plain_readers(tmp_path):
     """As GLUE writes SST-2, Excel a CSV, pandas an index, datasets dates and a missing label."""
 
-    def read(name: str, content: bytes, column: str, label: str) -> tuple[list[str], list[str]]:
+    def read(name, content, column, label):
         (tmp_path / name).write_bytes(content)
         config = DataConfig(source=str(tmp_path / name), text_column=column, label_column=label)
         examples = read_examples(config)
@@ -217,7 +202,7 @@ def test_tables_from_elsewhere_have_the_cells_of_plain_readers(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("score", ["0.5", "1", "True"])
-def test_a_column_of_numbers_is_not_taken_for_the_text(score: str, tmp_path: Path) -> None:
+def test_a_column_of_numbers_is_not_taken_for_the_text(score, tmp_path):
     (tmp_path / "a.csv").write_text(f",sentence,score\n0,w1 w2,{score}\n1,7,{score}\n")
     assert texts_in(tmp_path / "a.csv") == ["w1 w2", "7"]
     assert texts_in(tmp_path / "a.csv", text_column="score") == [score, score]
@@ -233,14 +218,12 @@ def test_a_column_of_numbers_is_not_taken_for_the_text(score: str, tmp_path: Pat
         ('{"text": ["a", "b"]}\n{"text": ["c", null]}\n', ["a b", "c "]),
     ],
 )
-def test_json_is_a_list_of_rows_lines_or_one_row(
-    content: str, texts: list[str], tmp_path: Path
-) -> None:
+def test_json_is_a_list_of_rows_lines_or_one_row(content, texts, tmp_path):
     (tmp_path / "a.json").write_text(content)
     assert texts_in(tmp_path / "a.json") == texts
 
 
-def in_format(folder: Path, kind: str, columns: dict[str, list[Any]], **types: Any) -> Path:
+def in_format(folder, kind, columns, **types):
     """A table as the library of the format writes it."""
     file, table = folder / f"a.{kind}", Dataset.from_dict(columns)
     for name, feature in types.items():
@@ -269,7 +252,7 @@ KINDS = ["csv", "tsv", "json", "jsonl", "parquet", "arrow"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_text_is_none_in_any_file(kind: str, tmp_path: Path) -> None:
+def test_an_empty_text_is_none_in_any_file(kind, tmp_path):
     columns = {"text": ["a", "", " b"], "more": ["", "x", "y"], "l": ["0", "1", "2"]}
     data = DataConfig(source=str(in_format(tmp_path, kind, columns)), label_column="l")
     with pytest.warns(HeadpruneWarning, match="1 of 3 rows have no text in text"):
@@ -283,7 +266,7 @@ def test_an_empty_text_is_none_in_any_file(kind: str, tmp_path: Path) -> None:
         read_examples(labelled)
 
 
-LABELS: dict[str, tuple[list[Any], Any]] = {
+LABELS = {
     "booleans": ([True, False], Value("bool")),
     "few bits": ([0.1, 2.5, 1e-7], Value("float32")),
     "many bits": ([0.1, 1 / 3, 123456.789], Value("float64")),
@@ -296,10 +279,10 @@ LABELS: dict[str, tuple[list[Any], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", LABELS)
-def test_a_label_is_written_alike_in_any_file(case: str, kind: str, tmp_path: Path) -> None:
+def test_a_label_is_written_alike_in_any_file(case, kind, tmp_path):
     labels, feature = LABELS[case]
 
-    def read(labels: list[Any]) -> list[str]:
+    def read(labels):
         columns = {"text": ["w1"] * len(labels), "l": labels}
         file = in_format(tmp_path, kind, columns, l=feature)
         data = DataConfig(source=str(file), text_column="text", label_column="l")
@@ -312,8 +295,8 @@ def test_a_label_is_written_alike_in_any_file(case: str, kind: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("label", [12345678901234567890123, 2**53 + 1, -(2**53)])
-def test_a_whole_number_that_was_rounded_is_refused(label: int, tmp_path: Path) -> None:
-    def read(*labels: float) -> list[str]:
+def test_a_whole_number_that_was_rounded_is_refused(label, tmp_path):
+    def read(*labels):
         lines = (json.dumps({"text": "a", "l": one}) for one in labels)
         (tmp_path / "a.jsonl").write_text("\n".join(lines))
         data = DataConfig(source=str(tmp_path / "a.jsonl"), label_column="l")
@@ -327,13 +310,11 @@ def test_a_whole_number_that_was_rounded_is_refused(label: int, tmp_path: Path) 
 @pytest.mark.parametrize("number", [-1, -100, 2])
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_number_of_no_class_is_refused(
-    kind: str, several: bool, number: int, tmp_path: Path
-) -> None:
+def test_a_number_of_no_class_is_refused(kind, several, number, tmp_path):
     names = ClassLabel(names=["O", "B-PER"])
     feature = List(names) if several else names
 
-    def read(value: int) -> list[str]:
+    def read(value):
         labels = [[0, value], [1]] if several else [0, value]
         table = Dataset.from_dict({"text": ["a b", "c"], "l": labels})
         raw = List(Value("int64")) if several else Value("int64")
@@ -355,7 +336,7 @@ def test_a_number_of_no_class_is_refused(
         read(number)
 
 
-DATES: dict[str, list[Any]] = {
+DATES = {
     "texts": ["2024-01-01", "2024-01-02T03:04"],
     "words": [["2024-01-01", "2024-01-02 03:04:05"], ["2024-01-03"]],
     "no words": [["2024-01-01"], []],
@@ -364,8 +345,8 @@ DATES: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("kind", ["json", "jsonl"])
 @pytest.mark.parametrize("case", DATES)
-def test_a_text_of_dates_stays_as_it_is(case: str, kind: str, tmp_path: Path) -> None:
-    def read(cells: list[Any]) -> list[str]:
+def test_a_text_of_dates_stays_as_it_is(case, kind, tmp_path):
+    def read(cells):
         file = in_format(tmp_path, kind, {"text": cells, "l": cells})
         examples = read_examples(DataConfig(source=str(file), label_column="l"))
         assert [*(examples.labels or ())] == [
@@ -373,7 +354,7 @@ def test_a_text_of_dates_stays_as_it_is(case: str, kind: str, tmp_path: Path) ->
         ]
         return [text for (text,) in examples.texts]
 
-    def wanted(cells: list[Any]) -> list[str]:
+    def wanted(cells):
         return [cell if isinstance(cell, str) else " ".join(cell) for cell in cells]
 
     cells = DATES[case]
@@ -382,7 +363,7 @@ def test_a_text_of_dates_stays_as_it_is(case: str, kind: str, tmp_path: Path) ->
     assert read(changed) == wanted(changed) != wanted(cells)
 
 
-def test_rows_that_a_quote_may_have_swallowed_are_said(tmp_path: Path) -> None:
+def test_rows_that_a_quote_may_have_swallowed_are_said(tmp_path):
     file = tmp_path / "a.csv"
     rows = [("text", "label"), ("said he,1\nb,2\nc", "3"), ("d", "4"), ('e, "f",5\ng', "6")]
     text = io.StringIO()
@@ -398,7 +379,7 @@ def test_rows_that_a_quote_may_have_swallowed_are_said(tmp_path: Path) -> None:
         assert texts_in(file) == ["a, b\nc, d"]
 
 
-def test_tables_of_a_folder_have_the_same_columns(tmp_path: Path) -> None:
+def test_tables_of_a_folder_have_the_same_columns(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\nw1,a\n")
     (tmp_path / "b.csv").write_text("label,text\nb,w2\n")
     assert texts_in(tmp_path) == ["w1", "w2"]
@@ -411,7 +392,7 @@ HIDDEN = (".ipynb_checkpoints/a-checkpoint", "._a", "sub/.hidden/a", "__MACOSX/.
 
 
 @pytest.mark.parametrize("ending", [".txt", ".csv", ".tsv", ".jsonl", ".parquet"])
-def test_hidden_files_are_no_data(ending: str, tmp_path: Path) -> None:
+def test_hidden_files_are_no_data(ending, tmp_path):
     table, folder = Dataset.from_dict({"text": ["w1 w2", "w3"]}), tmp_path / ".home" / "data"
     (folder / "sub").mkdir(parents=True)
     for file in (folder / f"a{ending}", folder / "sub" / f"b{ending}"):
@@ -454,9 +435,7 @@ raise_exception("no role " + m.role) }}{% endif %}<{{ m.role }}>{{ m.content }}
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_chats_become_texts_by_the_template(
-    kind: str, rows: dict[str, Any], tmp_path: Path
-) -> None:
+def test_chats_become_texts_by_the_template(kind, rows, tmp_path):
     tokenizer, file = tiny.tokenizer(), tmp_path / f"chats.{kind}"
     tokenizer.chat_template = TEMPLATE
     (column,) = rows
@@ -475,7 +454,7 @@ def test_chats_become_texts_by_the_template(
         read_examples(data, tokenizer)
 
 
-def test_a_folder_is_read_file_by_file(tmp_path: Path) -> None:
+def test_a_folder_is_read_file_by_file(tmp_path):
     (tmp_path / "a.csv").write_text('text,label\n"w1, w2",x\n')
     (tmp_path / "b.tsv").write_text("text\tlabel\nw3, w4\tx\n")
     (tmp_path / "sub").mkdir()
@@ -497,7 +476,7 @@ def test_a_folder_is_read_file_by_file(tmp_path: Path) -> None:
     assert texts_in(notes) == ["README.md", "more.md"]
 
 
-def test_what_datasets_saved_is_read(tmp_path: Path) -> None:
+def test_what_datasets_saved_is_read(tmp_path):
     label = ClassLabel(names=["bad", "good"])
     features = Features({"text": Value("string"), "label": label})
     parts = {
@@ -520,13 +499,13 @@ def test_what_datasets_saved_is_read(tmp_path: Path) -> None:
         read_examples(both.model_copy(update={"split": "tset"}))
 
 
-def rows_file(folder: Path, *rows: dict[str, object], name: str = "rows.jsonl") -> DataConfig:
+def rows_file(folder, *rows, name="rows.jsonl"):
     path = folder / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return DataConfig(source=str(path))
 
 
-def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_rows_without_a_text_are_left_out_and_counted(tmp_path):
     data = rows_file(tmp_path, {"text": "w1 w2"}, {"text": None}, {"text": "w3"}, {"text": None})
     with pytest.warns(HeadpruneWarning, match="2 of 4 rows have no text in text .*; 2 are used"):
         examples = read_examples(data)
@@ -541,7 +520,7 @@ def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path) -> None:
         read_examples(data.model_copy(update={"label_column": "l"}))
 
 
-def test_digests_are_of_the_text(tmp_path: Path) -> None:
+def test_digests_are_of_the_text(tmp_path):
     (tmp_path / "text.txt").write_text("w1 w2\n", encoding="utf-8-sig")  # whose mark is no text
     (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(b"w1 w2\n"))
     wanted = hashlib.sha256(b"w1 w2\n\0").hexdigest()
@@ -552,7 +531,7 @@ def test_digests_are_of_the_text(tmp_path: Path) -> None:
     assert labelled.sha256 == hashlib.sha256(b"a\0b\0" + b"1\0" + b"2\0").hexdigest()
 
 
-def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
+def test_a_file_that_changed_is_read_again(tmp_path):
     """Under the name and the time that it had, as cp -p and rsync -t leave it."""
     data = rows_file(tmp_path, {"text": "w1 w2"}, name="a[1].jsonl")  # which is no pattern
     rows_file(tmp_path, {"text": "other"}, name="a1.jsonl")
@@ -565,13 +544,13 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", ["²", "9" * 5000, "١x", ""])
-def test_a_label_that_is_no_number_after_all(label: str) -> None:
+def test_a_label_that_is_no_number_after_all(label):
     examples = Examples([("w1 w2",)], [label], rows_are_documents=True)
     with pytest.raises(DataError, match="is none of the model's labels"):
         label_reader(tiny.model("bert-classifier"), examples.labels or ())
 
 
-def test_texts_without_tokens_and_windows_without_room() -> None:
+def test_texts_without_tokens_and_windows_without_room():
     of = tiny.tokenizer()
     for texts in ([("w1", "w2"), ("", "w1")], [("w1", "w2"), ("w1", "")]):
         with pytest.raises(DataError, match="Row 1 .*no tokens"):
@@ -580,7 +559,7 @@ def test_texts_without_tokens_and_windows_without_room() -> None:
         tokenized_rows(Examples([("",), ("w1",)], None, rows_are_documents=True), of, 8)
 
 
-def test_targets_and_masks_beyond_the_vocabulary() -> None:
+def test_targets_and_masks_beyond_the_vocabulary():
     of, pairs = tiny.tokenizer(), Examples([("w1 w2", "w5 w6")], None, rows_are_documents=True)
     with pytest.raises(DataError, match="'w6' has the id 11, .* 11 tokens, 0 to 10"):
         translation_rows(pairs, of, 8, 11)
@@ -589,7 +568,7 @@ def test_targets_and_masks_beyond_the_vocabulary() -> None:
         refuse_beyond([of.mask_token_id], of, tiny.VOCAB)
 
 
-def test_nothing_to_mask_and_nothing_to_predict(text_file: Path) -> None:
+def test_nothing_to_mask_and_nothing_to_predict(text_file):
     of = tiny.tokenizer()
     special = Dataset.from_dict({"input_ids": [[0, 1, 2, 0]] * 2})
     with pytest.raises(DataError, match="no token to score in 2 windows"):
@@ -607,9 +586,7 @@ def test_nothing_to_mask_and_nothing_to_predict(text_file: Path) -> None:
         batches(Objective.LM, tiny.model("llama-gqa"), of, data, short)
 
 
-def test_a_difference_without_a_finite_interval_is_said(
-    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_difference_without_a_finite_interval_is_said(text_file, tmp_path, monkeypatch):
     with warnings.catch_warnings(record=True) as told:
         undefined = bootstrap(lambda i: np.full(i.shape[:-1], np.nan), 3, 50, 0.95, seed=0)
     assert not undefined.is_finite and not told
@@ -624,10 +601,8 @@ def test_a_difference_without_a_finite_interval_is_said(
     assert report.differences == ()
 
 
-def test_a_merge_without_finite_weights_is_said_at_once(
-    llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def overflowing(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
+def test_a_merge_without_finite_weights_is_said_at_once(llama_folder, tmp_path, monkeypatch):
+    def overflowing(heads, groups, context):
         return replace(heads, v=heads.v * 1e38 * 1e38)
 
     monkeypatch.setattr("headprune.surgery.merges.merger.MERGES", {"mean": overflowing})
@@ -636,9 +611,7 @@ def test_a_merge_without_finite_weights_is_said_at_once(
     assert not (tmp_path / "out").exists()
 
 
-def test_one_window_is_enough_to_measure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_window_is_enough_to_measure(tmp_path, capsys):
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(20))
     line = (

@@ -1,15 +1,10 @@
 """Long text: tokens of the whole up to a limit, in parts beyond it, and files that are damaged."""
 
-from __future__ import annotations
-
 import json
 import random
 import tempfile
-from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,12 +23,11 @@ from tests import tiny
 PROSE = tiny.text(900)
 
 
-def whole(text: str, of: Any) -> list[int]:
-    ids: list[int] = of(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+def whole(text, of):
+    return of(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def pieces(text: str, seed: int = 0) -> Iterator[str]:
+def pieces(text, seed=0):
     draw = random.Random(seed)
     while text:
         size = draw.choice([1, 7, 50, 400])
@@ -41,11 +35,11 @@ def pieces(text: str, seed: int = 0) -> Iterator[str]:
         text = text[size:]
 
 
-def flat(parts: Iterable[list[int]]) -> list[int]:
+def flat(parts):
     return list(chain.from_iterable(parts))
 
 
-def test_a_text_within_the_limit_is_tokenized_as_a_whole() -> None:
+def test_a_text_within_the_limit_is_tokenized_as_a_whole():
     assert WHOLE == 4 * 1024**2
     of, text = tiny.tokenizer(), f"{PROSE}\n\n\n{PROSE}"
     ((ids,),) = tokens_of(pieces(text), of)
@@ -64,17 +58,17 @@ def test_a_text_within_the_limit_is_tokenized_as_a_whole() -> None:
         ("\n" * 30, ["\n" * 14, "\n" * 14, "\n" * 2]),
     ],
 )
-def test_a_longer_text_is_cut_at_blank_lines_or_lines(text: str, cut: list[str]) -> None:
+def test_a_longer_text_is_cut_at_blank_lines_or_lines(text, cut):
     assert list(slices(pieces(text), 14)) == cut == list(slices([text], 14))
     of = tiny.tokenizer()
     found = [ids.tolist() for (ids,) in tokens_of([text], of, most=14)]
     assert found == [whole(part, of) for part in cut]
 
 
-def test_a_text_is_read_no_further_than_tokens_are_asked_for() -> None:
+def test_a_text_is_read_no_further_than_tokens_are_asked_for():
     read = 0
 
-    def endless() -> Iterator[str]:
+    def endless():
         nonlocal read
         while True:
             read += 1
@@ -85,15 +79,13 @@ def test_a_text_is_read_no_further_than_tokens_are_asked_for() -> None:
     assert read == 10
 
 
-def files(folder: Path, *texts: str) -> Examples:
+def files(folder, *texts):
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_text(text, encoding="utf-8")
     return read_examples(DataConfig(source=str(folder)))
 
 
-def test_windows_are_those_of_whole_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_are_those_of_whole_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(sequences, "_AT_ONCE", 100)
     of, texts = tiny.tokenizer(), [PROSE, tiny.text(300), tiny.text(200)]
     stream = flat(whole(text, of) for text in texts)
@@ -116,17 +108,15 @@ def test_windows_are_those_of_whole_documents(
 
 
 @pytest.mark.parametrize("kind", ["text", "documents", "rows", "chosen by tokens", "merge"])
-def test_no_more_text_is_tokenized_than_a_short_run_needs(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_more_text_is_tokenized_than_a_short_run_needs(kind, tmp_path, monkeypatch):
     """Two steps on a long text, and on one that is four times as long."""
     monkeypatch.setattr(sequences, "_FAR", 2_000)
     monkeypatch.setattr("headprune.data.tokens.WHOLE", 2_000)
     monkeypatch.setattr(sequences, "tokens_of", partial(tokens_of, most=2_000))
-    read: list[int] = []
+    read = []
 
     class Counting(PreTrainedTokenizerFast):
-        def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
+        def __call__(self, text, *args, **options):
             read.append(sum(map(len, [text] if isinstance(text, str) else text)))
             return super().__call__(text, *args, **options)
 
@@ -154,9 +144,7 @@ def test_no_more_text_is_tokenized_than_a_short_run_needs(
     assert seen[1] <= 1.2 * seen[0]
 
 
-def test_nothing_is_left_in_the_temporary_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text('{"text": "w1 w2 w3 w4"}\n' * 9)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
@@ -166,8 +154,8 @@ def test_nothing_is_left_in_the_temporary_folder(
     assert len(found) == 11 and len(list(examples.texts)) == 9  # and they are still there
 
 
-def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: str, mode: str) -> Any:
+def test_a_full_disk_is_said(monkeypatch):
+    def full(path, mode):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("headprune.data.files.pa.OSFile", full)

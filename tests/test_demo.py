@@ -1,14 +1,11 @@
 """make demo, on a tiny stand-in for its model: every step, and the files it promises."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
 import math
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ FITTING = {
 
 
 @pytest.fixture
-def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def demo(tmp_path, monkeypatch):
     """The script's names, with smaller numbers, in a folder of its own and in this process."""
     monkeypatch.chdir(tmp_path)
     # ONNX takes its time over each layer
@@ -50,7 +47,7 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(terminal, "bar", terminal.bar)  # the demo has its own
     command = names["headprune"]
 
-    def headprune(job: Any, *arguments: object) -> None:
+    def headprune(job, *arguments):
         words = [SMALLER.get(str(word), str(word)) for word in arguments]
         if words[0] == "check" and not (tmp_path / "baseline.json").exists():
             command(job, *words, "--update-baseline")
@@ -67,9 +64,7 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-def test_the_demo_runs(
-    demo: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_runs(demo, tmp_path, capsys):
     demo["main"]()
     told = capsys.readouterr().out
     results = tmp_path / "demo-results"
@@ -86,14 +81,14 @@ def test_the_demo_runs(
     assert (tmp_path / "small-vllm" / "export.json").exists()
 
 
-def jobs(expected: float) -> tuple[Any, list[float]]:
+def jobs(expected):
     """A job of the demo, and its clock."""
     now = [0.0]
     return runpy.run_path(str(DEMO / "demo.py"))["Job"](expected, lambda: now[0]), now
 
 
 @pytest.mark.parametrize("pace", [0.1, 1.0, 20.0])
-def test_the_bar_always_moves_and_never_back(pace: float) -> None:
+def test_the_bar_always_moves_and_never_back(pace):
     job, now = jobs(100.0)
     reached, shares = [0.0], type(job).begin.__globals__["SHARES"]
     assert math.isclose(sum(shares.values()), 1.0)
@@ -108,7 +103,7 @@ def test_the_bar_always_moves_and_never_back(pace: float) -> None:
         assert math.isclose(reached[20], 0.5 * shares["compress"], rel_tol=0.01)
 
 
-def test_the_time_left_follows_the_pace() -> None:
+def test_the_time_left_follows_the_pace():
     job, now = jobs(600.0)
     job.begin("compress")
     assert job.left() == "about 10 minutes left"
@@ -123,13 +118,8 @@ def test_the_time_left_follows_the_pace() -> None:
     assert job.left() == "some seconds left"
 
 
-def test_an_interrupted_demo_leaves_nothing(
-    demo: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def interrupted(*arguments: Any) -> None:
+def test_an_interrupted_demo_leaves_nothing(demo, tmp_path, monkeypatch, capsys):
+    def interrupted(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(selection.Selection, "add", interrupted)
@@ -140,14 +130,14 @@ def test_an_interrupted_demo_leaves_nothing(
     assert "make demo starts again" in said.out and "--resume" not in said.err
 
 
-def test_the_stored_baseline_is_of_the_demo() -> None:
+def test_the_stored_baseline_is_of_the_demo():
     stored = json.loads((DEMO / "baseline.json").read_text())
     assert stored["settings"]["seq_len"] == 256 and stored["structure"]["kv_heads"] == 68
     assert {"perplexity"} <= set(stored["metrics"])
 
 
 @pytest.mark.slow
-def test_a_broken_limit_ends_the_demo(demo: dict[str, Any], tmp_path: Path) -> None:
+def test_a_broken_limit_ends_the_demo(demo, tmp_path):
     settings = tmp_path / "headprune.yaml"
     settings.write_text(settings.read_text().replace("token <= 76 %", "token <= 7 %"))
     with pytest.raises(SystemExit, match="1"):

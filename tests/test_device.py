@@ -1,13 +1,7 @@
 """Which device models run on, what is refused there, and what one that is full is told by."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import accelerate
 import pytest
@@ -38,7 +32,7 @@ ON_THE_CPU = {"export", "pad"}  # for engines
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def two_gpus(monkeypatch):
     """A machine with two, as far as choosing goes."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
@@ -46,7 +40,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
 
 
-def test_every_command_that_runs_a_model_has_it() -> None:
+def test_every_command_that_runs_a_model_has_it():
     without = {n for n, one in all_commands().items() if "device" not in one.parameters()}
     assert without == RUN_NO_MODEL | ON_THE_CPU
 
@@ -55,8 +49,8 @@ def test_every_command_that_runs_a_model_has_it() -> None:
     ("asked", "found"),
     [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")],
 )
-def test_a_device_is_chosen(two_gpus: None, asked: str, found: str) -> None:
-    said: list[str] = []
+def test_a_device_is_chosen(two_gpus, asked, found):
+    said = []
     with devices.running_on(asked, said.append):
         assert devices.chosen() == torch.device(found)
         with devices.running_on("auto", said.append):
@@ -79,20 +73,13 @@ def test_a_device_is_chosen(two_gpus: None, asked: str, found: str) -> None:
         ("float16", {"neon": True}, False),  # nothing tells
     ],
 )
-def test_what_the_processor_emulates(
-    dtype: str, has: dict[str, bool], emulated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_processor_emulates(dtype, has, emulated, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
     with devices.running_on("cpu"):
         assert devices.emulates(dtype) is emulated
 
 
-def test_measuring_in_an_emulated_type_is_told(
-    tmp_path: Path,
-    text_file: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_measuring_in_an_emulated_type_is_told(tmp_path, text_file, capsys, monkeypatch):
     folder = tiny.save(tiny.model("llama-gqa").half(), tmp_path / "half")
     monkeypatch.setattr(devices, "emulates", lambda dtype: dtype == "float16")
     given = ["evaluate", folder, "--data", text_file, "--no-speed", "--max-windows", "2"]
@@ -103,18 +90,14 @@ def test_measuring_in_an_emulated_type_is_told(
     assert (code, line in " ".join(err.split())) == (0, False)
 
 
-def test_a_mac_computes_on_its_cpu_unless_asked(
-    two_gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mac_computes_on_its_cpu_unless_asked(two_gpus, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     for asked, found in (("auto", "cpu"), ("mps", "mps:0")):
         with devices.running_on(asked):
             assert devices.chosen() == torch.device(found)
 
 
-def test_each_of_several_processes_has_its_own(
-    two_gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_of_several_processes_has_its_own(two_gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with devices.running_on("auto"):
         assert devices.chosen() == torch.device("cuda:1")
@@ -124,15 +107,13 @@ def test_each_of_several_processes_has_its_own(
 
 
 @pytest.mark.parametrize("asked", ["cuda:2", "mps", "gpu"])
-def test_a_device_that_is_not_there_is_refused(two_gpus: None, asked: str) -> None:
+def test_a_device_that_is_not_there_is_refused(two_gpus, asked):
     there = f"--device {asked}: there is no such device here; there are cpu, cuda:0, cuda:1."
     with pytest.raises(HeadpruneError, match=there), devices.running_on(asked):
         pass
 
 
-def test_at_the_command_line(
-    llama_folder: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_at_the_command_line(llama_folder, text_file, tmp_path, capsys):
     scores = tmp_path / "scores"
     given = ["score", llama_folder, "--criterion", "magnitude", scores]
     refuses(capsys, "--device cuda:99: there is no such device here", *given, "--device", "cuda:99")
@@ -142,9 +123,9 @@ def test_at_the_command_line(
 
 
 def test_a_device_that_is_full_is_told_by_what_was_running(
-    llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: Any) -> None:
+    llama_folder, text_file, tmp_path, monkeypatch
+):
+    def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(evaluation, "measure", full)
@@ -154,7 +135,7 @@ def test_a_device_that_is_full_is_told_by_what_was_running(
         headprune.evaluate(llama_folder, report, data=str(text_file), seq_len=16)
     assert error.value.exit_code == 2 and not report.exists()
 
-    def broken(*arguments: Any) -> None:
+    def broken(*arguments):
         raise RuntimeError("of another kind")
 
     monkeypatch.setattr(evaluation, "measure", broken)
@@ -165,9 +146,7 @@ def test_a_device_that_is_full_is_told_by_what_was_running(
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory.")])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("name", [n for n, c in COMMANDS.items() if "device" in c.parameters()])
-def test_what_takes_less_memory_is_an_option_of_the_command(
-    name: str, device: str, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_less_memory_is_an_option_of_the_command(name, device, error, monkeypatch):
     command = COMMANDS[name]
     values = {n: p.default for n, p in command.parameters().items()} | {"device": "cpu"}
     values |= {"placement": "whole"} if "placement" in values else {}
@@ -198,9 +177,7 @@ def test_what_takes_less_memory_is_an_option_of_the_command(
         (RuntimeError("of another kind"), False, False),
     ],
 )
-def test_full_devices_and_failed_ones_are_told_apart(
-    error: Exception, full: bool, failed: bool
-) -> None:
+def test_full_devices_and_failed_ones_are_told_apart(error, full, failed):
     assert (devices.out_of_memory(error), devices.itself_failed(error)) == (full, failed)
 
 
@@ -220,16 +197,9 @@ def test_full_devices_and_failed_ones_are_told_apart(
     ],
 )
 def test_a_device_that_fails_is_told_and_what_to_do(
-    command: list[Any],
-    place: tuple[ModuleType, str],
-    told: str,
-    llama_folder: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def fail(*arguments: Any) -> None:
+    command, place, told, llama_folder, text_file, tmp_path, monkeypatch, capsys
+):
+    def fail(*arguments):
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(*place, fail)
@@ -244,16 +214,14 @@ def test_a_device_that_fails_is_told_and_what_to_do(
     assert err.count("AcceleratorError: CUDA error: unspecified launch failure") == 1
 
 
-def test_a_command_to_go_on_asks_for_another_device_than_the_usual(two_gpus: None) -> None:
+def test_a_command_to_go_on_asks_for_another_device_than_the_usual(two_gpus):
     for device, to_ask_for in (("cpu", "cpu"), ("cuda:1", "cuda:1"), ("auto", None)):
         with devices.running_on(device):
             assert devices.asked() == to_ask_for
 
 
-def test_trainer_takes_the_device(
-    two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    current: list[Any] = []
+def test_trainer_takes_the_device(two_gpus, tmp_path, monkeypatch):
+    current = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     with devices.running_on("cuda:1"):
         arguments = training_arguments(Run(tmp_path, {}), 2, 2, 0, None)
@@ -266,14 +234,14 @@ def test_trainer_takes_the_device(
     assert arguments.distributed_state.device == torch.device("cpu")
 
 
-def test_inputs_go_where_the_weights_are(two_gpus: None) -> None:
+def test_inputs_go_where_the_weights_are(two_gpus):
     model = tiny.model("llama-gqa")
     assert placement.input_device(model) == torch.device("cpu")
     waiting = model.to("meta")  # its weights come when they are needed
     assert placement.input_device(waiting) == torch.device("cuda:0")
 
 
-def test_models_that_are_spread_are_refused() -> None:
+def test_models_that_are_spread_are_refused():
     split = tiny.model("llama-gqa")
     attention_of(split)
     split._tp_size = 2
@@ -284,11 +252,11 @@ def test_models_that_are_spread_are_refused() -> None:
         attention_of(offloaded)
 
 
-def test_a_sharded_class_is_that_of_transformers() -> None:
+def test_a_sharded_class_is_that_of_transformers():
     class Sharded(nn.Module):
         pass
 
-    made: type[PreTrainedModel] = type("FSDPLlamaForCausalLM", (Sharded, LlamaForCausalLM), {})
+    made = type("FSDPLlamaForCausalLM", (Sharded, LlamaForCausalLM), {})
     assert native_class(made) is LlamaForCausalLM and native_class(PreTrainedModel) is not made
     model = tiny.model("llama-gqa")
     model.__class__ = made
@@ -296,7 +264,7 @@ def test_a_sharded_class_is_that_of_transformers() -> None:
 
 
 @pytest.fixture
-def tf32() -> Iterator[None]:
+def tf32():
     """Products that a GPU may round."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -304,7 +272,7 @@ def tf32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def rounds() -> tuple[bool, bool]:
+def rounds():
     """Whether a GPU may round inputs of products, and of convolutions."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     if hasattr(matmul, "fp32_precision"):
@@ -312,10 +280,10 @@ def rounds() -> tuple[bool, bool]:
     return matmul.allow_tf32, cudnn.allow_tf32
 
 
-def test_proofs_compare_without_tf32(tf32: None) -> None:
+def test_proofs_compare_without_tf32(tf32):
     model, seen = tiny.model("llama-gqa"), []
 
-    def look(*arguments: Any) -> None:
+    def look(*arguments):
         seen.append(rounds())
 
     model.model.layers[0].register_forward_hook(look)
@@ -328,7 +296,7 @@ def test_proofs_compare_without_tf32(tf32: None) -> None:
 
 
 @pytest.mark.gpu
-def test_peak_memory_is_that_of_one_model(text_file: Path, tmp_path: Path) -> None:
+def test_peak_memory_is_that_of_one_model(text_file, tmp_path):
     large = tiny.config("llama-gqa")
     large.intermediate_size = 500_000
     net = LlamaForCausalLM(large)

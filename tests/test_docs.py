@@ -1,7 +1,5 @@
 """The documentation: generated pages, links, and walk-throughs that work as they are written."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -26,14 +24,12 @@ OF_OTHERS = {"--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--compilation-con
 
 
 @pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+def scripts(monkeypatch):
     """scripts/docs as a place of modules."""
     monkeypatch.syspath_prepend(ROOT / "scripts" / "docs")
 
 
-def test_the_table_of_families_is_what_the_command_prints(
-    scripts: None,
-) -> None:
+def test_the_table_of_families_is_what_the_command_prints(scripts):
     import registry_tables
 
     from headprune.family.capabilities import capabilities
@@ -44,7 +40,7 @@ def test_the_table_of_families_is_what_the_command_prints(
     assert "<!-- generated: families -->" in page
 
 
-def test_the_readme_has_the_table_of_engines(scripts: None) -> None:
+def test_the_readme_has_the_table_of_engines(scripts):
     """With HEADPRUNE_WRITE_DOCS set, it is written there."""
     import registry_tables
 
@@ -59,7 +55,7 @@ def test_the_readme_has_the_table_of_engines(scripts: None) -> None:
     assert "<!-- generated: engines -->" in guide
 
 
-def test_every_criterion_and_merge_is_in_the_reference(scripts: None) -> None:
+def test_every_criterion_and_merge_is_in_the_reference(scripts):
     import registry_tables
 
     from headprune.evidence.criteria import CRITERIA
@@ -69,7 +65,7 @@ def test_every_criterion_and_merge_is_in_the_reference(scripts: None) -> None:
     assert all(f"## `{name}`" in registry_tables.merges() for name in MERGES)
 
 
-def test_every_metric_and_every_field_of_a_file_is_in_the_reference(scripts: None) -> None:
+def test_every_metric_and_every_field_of_a_file_is_in_the_reference(scripts):
     import registry_tables
 
     assert re.findall(r"^\| `(\w+)`", registry_tables.metrics(), re.MULTILINE) == list(METRICS)
@@ -81,7 +77,7 @@ def test_every_metric_and_every_field_of_a_file_is_in_the_reference(scripts: Non
         assert f"<!-- generated: {page} -->" in shown
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def test_every_public_name_is_in_the_reference():
     text = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
     shown = re.findall(r"^::: headprune\.(\w+)$", text, re.MULTILINE)
     functions = [name.replace("-", "_") for name in all_commands()]
@@ -89,16 +85,16 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert "<!-- generated: functions -->" in text
 
 
-def nav_pages(entries: list[object]) -> set[str]:
+def nav_pages(entries):
     """The pages of a navigation of mkdocs."""
-    pages: set[str] = set()
+    pages = set()
     for entry in entries:
         below = next(iter(entry.values())) if isinstance(entry, dict) else entry
         pages |= nav_pages(below) if isinstance(below, list) else {str(below)}
     return pages
 
 
-def unknown_options(page: str) -> list[str]:
+def unknown_options(page):
     """Options in the sentences of a page that its commands do not have."""
     options = {c.name: {flag(name) for name in c.options()} for c in all_commands().values()}
     blocks, text = re.findall(r"```.*?```", page, re.DOTALL), re.sub(r"(?s)```.*?```", "", page)
@@ -115,24 +111,24 @@ def unknown_options(page: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "guides").glob("*.md")), ids=lambda page: page.stem)
-def test_guides_name_options_of_their_commands(page: Path) -> None:
+def test_guides_name_options_of_their_commands(page):
     assert unknown_options(page.read_text(encoding="utf-8")) == []
 
 
-def test_an_option_of_another_command_is_noticed() -> None:
+def test_an_option_of_another_command_is_noticed():
     page = "```bash\nheadprune compress M OUT --keep 0.5\n```\n`--keep` and `--kv-budget 0.5`"
     assert unknown_options(f"{page}, `prune --layout ragged`") == ["--kv-budget 0.5"]
     assert unknown_options("`convert-gqa --layout uniform`") == ["convert-gqa --layout uniform"]
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation():
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
     assert nav_pages(settings["nav"]) == pages
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_links_of_the_root_lead_somewhere(name: str) -> None:
+def test_links_of_the_root_lead_somewhere(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)#]+)", text)
     assert len(links) > 3
@@ -140,7 +136,7 @@ def test_links_of_the_root_lead_somewhere(name: str) -> None:
     assert not missing
 
 
-def test_nothing_is_installed_by_a_name_that_is_not_registered() -> None:
+def test_nothing_is_installed_by_a_name_that_is_not_registered():
     places = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "Makefile", "docs", "src", "scripts"]
     files = [file for place in (*places, ".github", "configs") for file in _files(ROOT / place)]
     assert len(files) > 100
@@ -150,7 +146,7 @@ def test_nothing_is_installed_by_a_name_that_is_not_registered() -> None:
 
 
 @pytest.mark.parametrize("name", [*WALKS, "index"])
-def test_pages_for_contributors_name_files_that_exist(name: str) -> None:
+def test_pages_for_contributors_name_files_that_exist(name):
     text = (DOCS / "contributing" / f"{name}.md").read_text(encoding="utf-8")
     added = re.findall(r'```python title="([^"]+)"', text)
     named = set(re.findall(r"`((?!transformers/)[\w.]+/[\w/.]+\.py)`", text)) - {*added}
@@ -159,12 +155,12 @@ def test_pages_for_contributors_name_files_that_exist(name: str) -> None:
     ]
 
 
-def _files(place: Path) -> list[Path]:
+def _files(place):
     kinds = (".md", ".py", ".yml", ".yaml", ".html")
     return [place] if place.is_file() else [p for p in place.rglob("*") if p.suffix in kinds]
 
 
-def walk(name: str, root: Path) -> str:
+def walk(name, root):
     """Does to a copy of the repository what a walk-through says; returns what it tries at the end.
 
     A block with a title is a file; a diff adds its lines after the line above them.
@@ -184,7 +180,7 @@ def walk(name: str, root: Path) -> str:
     return tried
 
 
-def apply(diff: str, file: Path) -> None:
+def apply(diff, file):
     """Adds the lines of a diff to a file, in which its other lines stand once, side by side."""
     lines = diff.splitlines()
     before = "".join(f"{line[1:]}\n" for line in lines if line.startswith(" "))
@@ -194,7 +190,7 @@ def apply(diff: str, file: Path) -> None:
     file.write_text(text.replace(before, after))
 
 
-def test_the_walk_throughs_work(tmp_path: Path) -> None:
+def test_the_walk_throughs_work(tmp_path):
     root, work = tmp_path / "repository", tmp_path / "work"
     work.mkdir()
     shutil.copytree(ROOT / "src", root / "src")
@@ -209,7 +205,7 @@ def test_the_walk_throughs_work(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_a_walk_through_that_no_longer_fits_is_noticed(tmp_path: Path) -> None:
+def test_a_walk_through_that_no_longer_fits_is_noticed(tmp_path):
     file = tmp_path / "table.py"
     file.write_text("a\nb\nc\n")
     apply(" a\n+x\n b\n", file)
@@ -218,7 +214,7 @@ def test_a_walk_through_that_no_longer_fits_is_noticed(tmp_path: Path) -> None:
         apply(" a\n+x\n b\n", file)
 
 
-def test_troubleshooting_quotes_what_is_said() -> None:
+def test_troubleshooting_quotes_what_is_said():
     page = (ROOT / "docs/guides/troubleshooting.md").read_text(encoding="utf-8")
     quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     source = " ".join(
@@ -229,7 +225,7 @@ def test_troubleshooting_quotes_what_is_said() -> None:
     assert not [text for text in quoted if text not in source]
 
 
-def test_pasted_outputs_have_the_words_of_the_source(tmp_path: Path) -> None:
+def test_pasted_outputs_have_the_words_of_the_source(tmp_path):
     """Numbers are those of the demo; ``make pictures`` pastes them."""
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     result = headprune.convert_gqa(tmp_path / "model", tmp_path / "merged", kv_heads=1)

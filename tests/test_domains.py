@@ -1,10 +1,7 @@
 """Several data at once: their names, their metrics, and where these are limited and shown."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,18 +22,18 @@ from tests import tiny
 from tests.cutting import uneven_plan
 from tests.test_cli import run, succeeds
 
-FAST: dict[str, Any] = {"seq_len": 16, "resamples": 200, "speed": False, "max_windows": 12}
+FAST = {"seq_len": 16, "resamples": 200, "speed": False, "max_windows": 12}
 
 
 @pytest.fixture
-def other_text(tmp_path: Path) -> Path:
+def other_text(tmp_path):
     """Text in which no word depends on another."""
     path = tmp_path / "brown.txt"
     path.write_text(" ".join(reversed(tiny.text(1_000, seed=5).split())))
     return path
 
 
-def evaluated(folder: Path, *files: Path, against: Path | None = None) -> Report:
+def evaluated(folder, *files, against=None):
     data = {file.stem: DataConfig(source=str(file)) for file in files}
     return evaluate(folder, data, EvaluateConfig(**FAST), against)
 
@@ -56,35 +53,33 @@ def evaluated(folder: Path, *files: Path, against: Path | None = None) -> Report
         (["a=b=c.txt"], ["a"], ["b=c.txt"]),
     ],
 )
-def test_data_have_names(given: Any, names: list[str], sources: list[str] | None) -> None:
+def test_data_have_names(given, names, sources):
     found = domains(given)
     assert [one.name for one in found] == names
     if sources is not None:
         assert [one.source for one in found] == sources
 
 
-def test_a_file_with_an_equals_sign_is_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_with_an_equals_sign_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a=b.txt").write_text("x")
     found = domains(["a=b.txt", "a=c.txt"])
     assert [(one.name, one.source) for one in found] == [("a-b", "a=b.txt"), ("a", "c.txt")]
 
 
-def test_two_of_a_name_are_refused() -> None:
+def test_two_of_a_name_are_refused():
     with pytest.raises(HeadpruneError, match=r"--data: two are called a; give names"):
         domains(["x/a.txt", "y/a.txt"])
 
 
-def test_settings_of_a_domain_win_over_those_of_all() -> None:
+def test_settings_of_a_domain_win_over_those_of_all():
     given = {"a": "me/a", "b": {"source": "me/b", "text_column": "body"}}
     found = data_configs(domains(given), DataConfig(source="", split="test", text_column="text"))
     assert [one.text_column for one in found.values()] == ["text", "body"]
     assert [one.split for one in found.values()] == ["test", "test"]
 
 
-def test_names_of_metrics_come_apart() -> None:
+def test_names_of_metrics_come_apart():
     assert parted(within("perplexity", "brown")) == ("perplexity", "brown")
     assert parted(within("perplexity", "")) == ("perplexity", "")
     assert label("last_word_accuracy[my_text]") == "last word accuracy [my_text]"
@@ -94,9 +89,7 @@ def test_names_of_metrics_come_apart() -> None:
 # --- what is measured
 
 
-def test_every_domain_is_measured_as_by_itself(
-    llama_folder: Path, text_file: Path, other_text: Path
-) -> None:
+def test_every_domain_is_measured_as_by_itself(llama_folder, text_file, other_text):
     both = evaluated(llama_folder, text_file, other_text, against=llama_folder)
     alone = evaluated(llama_folder, other_text)
     found = {one.name: one.value for one in both.model.metrics}
@@ -111,7 +104,7 @@ def test_every_domain_is_measured_as_by_itself(
     assert alone.provenance.domains is None
 
 
-def test_embeddings_are_compared_on_every_domain(tmp_path: Path) -> None:
+def test_embeddings_are_compared_on_every_domain(tmp_path):
     folder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
     data = {}
     for name, seed in (("one", 0), ("two", 9)):
@@ -131,7 +124,7 @@ def test_embeddings_are_compared_on_every_domain(tmp_path: Path) -> None:
     assert values["mean_cosine"] != pytest.approx(values["mean_cosine[two]"], abs=1e-6)
 
 
-def test_samples_keep_domains_apart() -> None:
+def test_samples_keep_domains_apart():
     columns = {"nll_nats": 2.0, "tokens": 1.0, "nll_nats[b]": 3.0, "tokens[b]": 1.0}
     samples = Samples({name: np.full(4, value) for name, value in columns.items()})
     assert samples.metrics() == (
@@ -145,9 +138,7 @@ def test_samples_keep_domains_apart() -> None:
 # --- check
 
 
-def test_limits_on_a_domain(
-    llama_folder: Path, text_file: Path, other_text: Path, tmp_path: Path
-) -> None:
+def test_limits_on_a_domain(llama_folder, text_file, other_text, tmp_path):
     settings = {
         **{"model": str(llama_folder), "data": [text_file, other_text], "seq_len": 16},
         **{"resamples": 1000, "max_windows": 30, "against": str(llama_folder)},
@@ -177,13 +168,7 @@ def test_limits_on_a_domain(
 # --- command line, sweeps, reports
 
 
-def test_the_command_line_takes_several(
-    llama_folder: Path,
-    text_file: Path,
-    other_text: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_line_takes_several(llama_folder, text_file, other_text, tmp_path, capsys):
     settings = (
         "--config",
         "seq_len=16",
@@ -216,7 +201,7 @@ def test_the_command_line_takes_several(
     assert headprune.verify(cut, against=llama_folder).passed
 
 
-def test_settings_name_several(tmp_path: Path) -> None:
+def test_settings_name_several(tmp_path):
     content = yaml.safe_load("data: {wiki: me/a, brown: me/b}")
     options = build(CheckConfig, model="m", **content)
     assert list(options.domains()) == ["wiki", "brown"]

@@ -1,7 +1,5 @@
 """Mistakes in options are found before a model is loaded: here there is none to load."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +70,7 @@ MISTAKES = {
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """A working folder with text, a plan and scores, and weights that nothing may load."""
     monkeypatch.chdir(tmp_path)
     Path("gone").mkdir()  # a place, and no model
@@ -83,7 +81,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     metadata = ScoresMetadata(
         created="", versions={}, model=scored, unit=Unit.HEAD, modules=("m",), heads=((0, 1),),
         group_sizes=((1, 1),), criteria={"fisher": "", "magnitude": ""}, data=None,
-        calibration=CalibrationConfig(), tokens=0,
+        calibration=CalibrationConfig(), tokens=0
     )  # fmt: skip
     values = tiny.torch.ones(2).double()
     write_scores(Path("scores"), Scores(metadata, {"fisher": values, "magnitude": values.clone()}))
@@ -100,9 +98,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("score('.', 's', data='t.txt')", "There is no file 't.txt'"),
     ],
 )
-def test_a_wrong_name_ends_before_torch_is_imported(
-    call: str, message: str, tmp_path: Path
-) -> None:
+def test_a_wrong_name_ends_before_torch_is_imported(call, message, tmp_path):
     code = f"""
 import sys, headprune
 try:
@@ -117,9 +113,7 @@ except headprune.errors.HeadpruneError as error:
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_found_before_the_model(
-    line: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_found_before_the_model(line, home, capsys):
     code, _, err = run(capsys, *line.split())
     assert code == 2, err
     assert MISTAKES[line] in err

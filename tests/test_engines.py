@@ -1,10 +1,7 @@
 """export --to onnx and openvino: models as graphs, and the engines that run them."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ import headprune
 from headprune import packages
 from headprune.errors import HeadpruneError, PlanError, ProofError
 from headprune.formats.export import FORMATS
-from headprune.formats.graphs import Graph, compare, graphs_of, write_graphs
+from headprune.formats.graphs import compare, graphs_of, write_graphs
 from headprune.formats.run import LoadedGraph, run_by_engine
 from headprune.formats.source import open_source
 from headprune.model.probes import probe, probe_inputs
@@ -28,11 +25,11 @@ ENGINES = {"onnx": "onnxruntime", "openvino": "openvino"}
 CASES = ("llama-gqa", "gpt2", "gemma2", "opt", "bert-mlm", "bert-base", "distilbert", "t5", "bart")
 
 
-def in_torch(graph: Graph) -> LoadedGraph:
+def in_torch(graph):
     """A graph before an exporter takes it."""
 
     @torch.no_grad()
-    def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def run(inputs):
         results = graph.module(*(inputs[name] for name in graph.inputs))
         return dict(zip(graph.module.outputs, results, strict=True))
 
@@ -43,14 +40,14 @@ def in_torch(graph: Graph) -> LoadedGraph:
     return LoadedGraph(shapes, run)
 
 
-def cut(case: str, *empty: int) -> torch.nn.Module:
+def cut(case, *empty):
     model = tiny.model(case)
     cut_heads(model, resolve(uneven_plan(model, *empty), model))
     return model
 
 
 @pytest.mark.parametrize("case", tiny.present(*CASES))
-def test_graphs_compute_as_the_model_does(case: str) -> None:
+def test_graphs_compute_as_the_model_does(case):
     model = cut(case, 0, 2)
     graphs = {graph.name: in_torch(graph) for graph in graphs_of(model)}
     net = run_by_engine(without_weights(type(model), model.config), graphs)
@@ -62,7 +59,7 @@ def test_graphs_compute_as_the_model_does(case: str) -> None:
     assert difference(wanted, probe(net, inputs)) > 1e-4
 
 
-def test_a_cache_is_named_as_optimum_does_and_has_each_layers_size() -> None:
+def test_a_cache_is_named_as_optimum_does_and_has_each_layers_size():
     (graph,) = graphs_of(cut("llama-gqa", 0))
     names = [f"past_key_values.{i}.{part}" for i in (1, 2, 3) for part in ("key", "value")]
     assert list(graph.inputs) == ["input_ids", "attention_mask", "position_ids", *names]
@@ -73,7 +70,7 @@ def test_a_cache_is_named_as_optimum_does_and_has_each_layers_size() -> None:
     assert whole.inputs["past_key_values.0.key"].shape[1] == 3
 
 
-def engine(form: str) -> pytest.ParameterSet:
+def engine(form):
     name = ENGINES[form]
     why = f"the engine {name} is not installed: pip install '.[{form}]'"
     return pytest.param(form, marks=pytest.mark.skipif(find_spec(name) is None, reason=why))
@@ -81,12 +78,7 @@ def engine(form: str) -> pytest.ParameterSet:
 
 @pytest.mark.slow  # make test runs a model in ONNX Runtime in test_demo.py
 @pytest.mark.parametrize("form", [*map(engine, ENGINES)])
-def test_a_cut_decoder_is_proven_in_its_engine(
-    form: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_cut_decoder_is_proven_in_its_engine(form, tmp_path, monkeypatch, capsys):
     """With a layer without heads; the proof fails on changed weights."""
     monkeypatch.setitem(tiny.SIZES, "num_hidden_layers", 2)
     model = cut("llama-gqa", 1)
@@ -106,9 +98,7 @@ def test_a_cut_decoder_is_proven_in_its_engine(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["bert-base", "t5", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("form", [*map(engine, ENGINES)])
-def test_encoders_encoder_decoders_and_experts_are_proven_in_their_engine(
-    form: str, case: str, tmp_path: Path
-) -> None:
+def test_encoders_encoder_decoders_and_experts_are_proven_in_their_engine(form, case, tmp_path):
     folder = tiny.save(cut(case, 1), tmp_path / "model")
     result = headprune.export(folder, tmp_path / "out", to=form)
     assert result.record.proof.difference < 2e-6
@@ -122,10 +112,8 @@ def test_encoders_encoder_decoders_and_experts_are_proven_in_their_engine(
         RuntimeError("no\nkernel"),
     ],
 )
-def test_a_machine_that_gives_out_is_no_limit_of_an_exporter_or_engine(
-    error: Exception, tmp_path: Path
-) -> None:
-    def fails(*_: object) -> None:
+def test_a_machine_that_gives_out_is_no_limit_of_an_exporter_or_engine(error, tmp_path):
+    def fails(*_):
         raise error
 
     limit = isinstance(error, RuntimeError) and "kernel" in str(error)
@@ -138,9 +126,7 @@ def test_a_machine_that_gives_out_is_no_limit_of_an_exporter_or_engine(
 
 
 @pytest.mark.parametrize("form", ENGINES)
-def test_models_of_images_and_missing_engines_are_refused(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_of_images_and_missing_engines_are_refused(form, tmp_path, monkeypatch):
     tiny.model("vit").save_pretrained(tmp_path / "model")
     monkeypatch.setattr(packages, "find_spec", lambda name: object())
     with pytest.raises(PlanError, match="takes pixel_values; models of text alone fit"):

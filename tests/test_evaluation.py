@@ -1,17 +1,13 @@
 """Metrics against formulas written out here, independence of batch size, and the report."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Sequence
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,13 +36,13 @@ from tests import tiny
 FAST = {"seq_len": 16, "resamples": 200, "speed": False}
 
 
-def sequences_of(path: Path, seq_len: int = 16, count: int = 7) -> Dataset:
+def sequences_of(path, seq_len=16, count=7):
     examples = read_examples(DataConfig(source=str(path)))
     rows, _ = windows(examples, tiny.tokenizer(), seq_len, measured=True)
     return rows.select(range(count))
 
 
-def test_causal_losses_are_those_of_the_model(text_file: Path) -> None:
+def test_causal_losses_are_those_of_the_model(text_file):
     model, rows = tiny.model("llama-gqa"), sequences_of(text_file)
     losses = quality.causal_losses(model, rows, tiny.tokenizer(), batch_size=3)
     ids = torch.tensor(rows["input_ids"])
@@ -60,7 +56,7 @@ def test_causal_losses_are_those_of_the_model(text_file: Path) -> None:
     assert losses.utf8_bytes[0] == sum(len(f" {word}") for word in words)
 
 
-def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path: Path) -> None:
+def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path):
     path, tokenizer = tmp_path / "rows.jsonl", tiny.tokenizer()
     path.write_text("".join(json.dumps({"text": tiny.text(4, s)}) + "\n" for s in range(40)))
     rows = sequences_of(path)
@@ -80,10 +76,10 @@ def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
-def test_losses_do_not_depend_on_batch_size(case: str, text_file: Path) -> None:
+def test_losses_do_not_depend_on_batch_size(case, text_file):
     model, rows, tokenizer = tiny.model(case), sequences_of(text_file), tiny.tokenizer()
 
-    def nll(size: int, seed: int = 0) -> Any:
+    def nll(size, seed=0):
         if case == "llama-gqa":
             return quality.causal_losses(model, rows, tokenizer, size).nll_nats
         return quality.masked_losses(model, rows, tokenizer, size, seed).nll_nats
@@ -94,7 +90,7 @@ def test_losses_do_not_depend_on_batch_size(case: str, text_file: Path) -> None:
         assert np.abs(nll(7) - nll(7, seed=1)).max() > 1e-3
 
 
-def test_masks_are_reproducible_and_leave_special_tokens_alone() -> None:
+def test_masks_are_reproducible_and_leave_special_tokens_alone():
     ids = torch.randint(0, tiny.VOCAB, (4, 40))
     hidden, labels = masked(ids, tiny.tokenizer(), seed=0)
     again, _ = masked(ids.flip(0), tiny.tokenizer(), seed=0)
@@ -109,7 +105,7 @@ def test_masks_are_reproducible_and_leave_special_tokens_alone() -> None:
     assert ((share - 0.15).abs() < 0.02).all()
 
 
-def test_embeddings_ignore_padding() -> None:
+def test_embeddings_ignore_padding():
     model, tokenizer = tiny.model("bert-base"), tiny.tokenizer()
     texts = [tiny.text(n, seed=n) for n in (3, 12, 7)]
     rows = Dataset.from_dict(dict(tokenizer(texts)))
@@ -124,12 +120,12 @@ def test_embeddings_ignore_padding() -> None:
     assert np.abs(padded[0] - alone[0]).max() > 1e-3  # had the padding counted, it would show
 
 
-def pad(ids: list[int]) -> list[int]:
+def pad(ids):
     return ids + [1] * (12 - len(ids))
 
 
 @pytest.mark.parametrize("pad_id", [None, -1, 1])
-def test_decoders_without_a_padding_token_are_padded_too(pad_id: int | None) -> None:
+def test_decoders_without_a_padding_token_are_padded_too(pad_id):
     sizes = {"n_embd": 60, "n_layer": 2, "n_head": 6, "n_positions": 32, "num_labels": 5}
     config = GPT2Config(**sizes, vocab_size=tiny.VOCAB, initializer_range=1.0, bos_token_id=2)
     config.pad_token_id = pad_id
@@ -147,7 +143,7 @@ def test_decoders_without_a_padding_token_are_padded_too(pad_id: int | None) -> 
     np.testing.assert_allclose(together, alone, atol=1e-5)
 
 
-def test_damaged_rows_and_empty_texts_are_named() -> None:
+def test_damaged_rows_and_empty_texts_are_named():
     tokenizer = tiny.tokenizer()
     rows = Dataset.from_dict(dict(tokenizer(["w1 w2", "w7"])))
     classifier, encoder = tiny.model("bert-classifier"), tiny.model("bert-base")
@@ -171,8 +167,8 @@ def test_damaged_rows_and_empty_texts_are_named() -> None:
         Metric.of("mean_cosine", math.nan, 4)
 
 
-def test_metrics_on_known_answers() -> None:
-    def value(name: str, **columns: list[float]) -> float:
+def test_metrics_on_known_answers():
+    def value(name, **columns):
         return Samples({key: np.array(each, float) for key, each in columns.items()}).value(name)
 
     losses = {"nll_nats": [math.log(8), math.log(2)], "tokens": [2, 2], "utf8_bytes": [4, 4]}
@@ -186,7 +182,7 @@ def test_metrics_on_known_answers() -> None:
     assert math.isinf(value("bits_per_byte", nll_nats=[1.0], utf8_bytes=[0]))
 
 
-def test_fidelity_is_one_for_the_same_embeddings_only() -> None:
+def test_fidelity_is_one_for_the_same_embeddings_only():
     vectors = np.random.default_rng(0).normal(size=(6, 4))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     assert similarity_correlation(vectors, vectors) == pytest.approx(1)
@@ -200,7 +196,7 @@ def test_fidelity_is_one_for_the_same_embeddings_only() -> None:
     assert similarity_correlation(vectors @ np.eye(4)[::-1], vectors) == pytest.approx(1)
 
 
-def test_rank_correlation_counts_ties_and_refuses_constants() -> None:
+def test_rank_correlation_counts_ties_and_refuses_constants():
     generator = np.random.default_rng(0)
     a, b = generator.integers(0, 5, (2, 30)).astype(float)
     ranks = [[(v < x).sum() + ((v == x).sum() + 1) / 2 for x in v] for v in (a, b)]
@@ -210,7 +206,7 @@ def test_rank_correlation_counts_ties_and_refuses_constants() -> None:
     assert math.isnan(rank_correlation(a, np.ones(30)))
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     generator = np.random.default_rng(0)
     hits = 0
     for seed in range(200):
@@ -220,7 +216,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     assert 167 <= hits <= 193  # 180 expected, binomial sd 4.2
 
 
-def test_few_windows_are_not_overconfident() -> None:
+def test_few_windows_are_not_overconfident():
     """Ten draws, 95 %: plain percentiles miss the truth about twice as often as they say."""
     generator, hits, plain = np.random.default_rng(0), 0, 0
     for seed in range(600):
@@ -241,7 +237,7 @@ def test_few_windows_are_not_overconfident() -> None:
         (0.6, 40),
     ],
 )
-def test_windows_of_one_text_are_not_drawn_as_if_they_were_independent(tied: float, n: int) -> None:
+def test_windows_of_one_text_are_not_drawn_as_if_they_were_independent(tied, n):
     """95 % intervals of the mean of windows of some documents, or that resemble their neighbours.
 
     Args:
@@ -268,9 +264,7 @@ def test_windows_of_one_text_are_not_drawn_as_if_they_were_independent(tied: flo
     assert covered["alone"] < 0.90 * 400
 
 
-def test_windows_are_drawn_with_those_of_their_document(
-    llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_windows_are_drawn_with_those_of_their_document(llama_folder, text_file, tmp_path):
     config = EvaluateConfig(seq_len=16, max_windows=12, speed=False)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"text": tiny.text(40, i)}) for i in range(20)))
@@ -281,7 +275,7 @@ def test_windows_are_drawn_with_those_of_their_document(
         assert len(set(documents.tolist())) == distinct
 
 
-def test_the_examples_that_are_measured_come_from_all_over_a_table(tmp_path: Path) -> None:
+def test_the_examples_that_are_measured_come_from_all_over_a_table(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text("\n".join(["text,label", *(f"text{i},{i}" for i in range(10))]))
     examples = read_examples(DataConfig(source=str(path), label_column="label"))
@@ -294,9 +288,7 @@ def test_the_examples_that_are_measured_come_from_all_over_a_table(tmp_path: Pat
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
-def test_a_model_against_itself_and_against_a_worse_one(
-    case: str, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_model_against_itself_and_against_a_worse_one(case, text_file, tmp_path):
     model = tiny.model(case)
     folder = tiny.save(model, tmp_path / "model")
     with torch.no_grad():
@@ -314,7 +306,7 @@ def test_a_model_against_itself_and_against_a_worse_one(
     assert ratio.low < ratio.estimate < ratio.high
 
 
-def test_a_report_round_trips_and_is_strict(text_file: Path, tmp_path: Path) -> None:
+def test_a_report_round_trips_and_is_strict(text_file, tmp_path):
     folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     config = EvaluateConfig(**FAST | {"speed": True})
     report = evaluate(folder, DataConfig(source=str(text_file)), config)
@@ -329,7 +321,7 @@ def test_a_report_round_trips_and_is_strict(text_file: Path, tmp_path: Path) -> 
     assert all(f in Report.__doc__ for f in Report.model_fields)  # documented, field by field
 
 
-def test_speeds_beside_the_original_have_their_range(text_file: Path, tmp_path: Path) -> None:
+def test_speeds_beside_the_original_have_their_range(text_file, tmp_path):
     folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     config = EvaluateConfig(**FAST | {"speed": True, "decode_batches": (1, 2)})
     report = evaluate(folder, DataConfig(source=str(text_file)), config, against=folder)
@@ -342,13 +334,13 @@ def test_speeds_beside_the_original_have_their_range(text_file: Path, tmp_path: 
     assert "[" not in str(cells["query heads"])
 
 
-def test_models_of_other_dtypes_are_told_apart(text_file: Path, tmp_path: Path) -> None:
+def test_models_of_other_dtypes_are_told_apart(text_file, tmp_path):
     """Half of the cache's bytes is no gain then."""
     full = tiny.save(tiny.model("llama-gqa"), tmp_path / "full")
     half = tiny.save(tiny.model("llama-gqa", torch.bfloat16), tmp_path / "half")
     config = EvaluateConfig(seq_len=16, max_windows=12, speed=False)
 
-    def shown(*names: Path) -> str:
+    def shown(*names):
         console = Console(record=True, width=120, file=StringIO())
         data = DataConfig(source=str(text_file))
         evaluation(console, evaluate(str(names[0]), data, config, against=str(names[1])))
@@ -359,13 +351,13 @@ def test_models_of_other_dtypes_are_told_apart(text_file: Path, tmp_path: Path) 
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def saved(tmp_path_factory):
     """Tiny models by case, each saved once."""
     root = tmp_path_factory.mktemp("models")
     return functools.cache(lambda case: tiny.save(tiny.model(case), root / case))
 
 
-def table(path: Path, labels: Sequence[str | int], columns: int = 1) -> DataConfig:
+def table(path, labels, columns=1):
     """A text or a pair per label."""
     names = ["a", "b"][:columns]
     rows = [
@@ -376,7 +368,7 @@ def table(path: Path, labels: Sequence[str | int], columns: int = 1) -> DataConf
     return DataConfig(source=str(path), text_column=",".join(names), label_column="label")
 
 
-def test_a_classifier_is_scored_on_its_labels(saved: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_classifier_is_scored_on_its_labels(saved, tmp_path):
     folder, path = saved("bert-classifier"), tmp_path / "rows.jsonl"
     labelled = table(path, [s % 2 for s in range(12)])
     report = evaluate(folder, labelled, EvaluateConfig(**FAST), against=folder)
@@ -401,14 +393,7 @@ def test_a_classifier_is_scored_on_its_labels(saved: Callable[[str], Path], tmp_
         ("llama-gqa", "bert-mlm", {"labels": [1, 2]}, "cannot be compared"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
-    case: str,
-    base: str | None,
-    data: dict[str, Any],
-    message: str,
-    saved: Callable[[str], Path],
-    tmp_path: Path,
-) -> None:
+def test_what_cannot_be_measured_is_refused(case, base, data, message, saved, tmp_path):
     given = table(tmp_path / "rows.jsonl", data["labels"], data.get("columns", 1))
     if "label_column" in data:
         given = DataConfig(source=given.source, text_column="a")
@@ -416,9 +401,7 @@ def test_what_cannot_be_measured_is_refused(
         evaluate(saved(case), given, EvaluateConfig(**FAST), base and saved(base))
 
 
-def test_a_base_with_another_vocabulary_is_refused(
-    saved: Callable[[str], Path], text_file: Path, tmp_path: Path
-) -> None:
+def test_a_base_with_another_vocabulary_is_refused(saved, text_file, tmp_path):
     other = Path(shutil.copytree(saved("llama-gqa"), tmp_path / "other"))
     content = json.loads((other / "tokenizer.json").read_text())
     ids = content["model"]["vocab"]
@@ -429,9 +412,7 @@ def test_a_base_with_another_vocabulary_is_refused(
         evaluate(saved("llama-gqa"), data, EvaluateConfig(**FAST), against=other)
 
 
-def test_sentence_pairs_give_spearman_and_fidelity(
-    saved: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_sentence_pairs_give_spearman_and_fidelity(saved, tmp_path):
     folder = saved("bert-base")
     pairs = table(tmp_path / "pairs.jsonl", [s % 5 for s in range(12)], columns=2)
     report = evaluate(folder, pairs, EvaluateConfig(**FAST), against=folder)
@@ -441,10 +422,10 @@ def test_sentence_pairs_give_spearman_and_fidelity(
     assert report.differences[0].interval.estimate == 0
 
 
-def test_classifiers_are_compared_by_the_names_of_their_classes(tmp_path: Path) -> None:
+def test_classifiers_are_compared_by_the_names_of_their_classes(tmp_path):
     model = tiny.model("bert-classifier")
 
-    def named(name: str, *classes: str) -> Path:
+    def named(name, *classes):
         model.config.id2label = dict(enumerate(classes))
         model.config.label2id = {label: number for number, label in enumerate(classes)}
         return tiny.save(model, tmp_path / name)
@@ -469,7 +450,7 @@ def test_classifiers_are_compared_by_the_names_of_their_classes(tmp_path: Path) 
         evaluate(ours, numbers, fast, against=turned)
 
 
-def test_timing_fits_into_the_positions() -> None:
+def test_timing_fits_into_the_positions():
     model = tiny.model("llama-gqa")
     (whole,) = measure([model], prompt_tokens=20, decoded=4, repeats=1)
     assert (whole.prompt_tokens, whole.decoded_tokens) == (20, 4)
@@ -481,7 +462,7 @@ def test_timing_fits_into_the_positions() -> None:
     assert encoder.decode_tokens_per_s is None
 
 
-def test_data_formats_give_the_same_documents(tmp_path: Path) -> None:
+def test_data_formats_give_the_same_documents(tmp_path):
     import gzip
 
     texts = [tiny.text(9, s) for s in range(4)]

@@ -1,12 +1,7 @@
 """Experts as graphs have them, against the implementations of transformers."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 from headprune.formats.experts import _all_experts, run_all_experts
 from headprune.model.probes import probe_inputs
@@ -16,9 +11,9 @@ CASES = ["mixtral", "qwen3_moe", "gpt_oss", "olmoe", "ernie4_5_moe", "glm4_moe",
 CASES += ["hunyuan_v1_moe", "phimoe", "qwen2_moe", "deepseek_v3", "qwen3_vl_moe"]
 
 
-def seen(model: nn.Module) -> list[tuple[nn.Module, tuple[Tensor, ...], Tensor]]:
+def seen(model):
     """Every module of experts, with what it was given and gave."""
-    found: list[Any] = []
+    found = []
     for module in model.modules():
         if hasattr(module, "_apply_gate"):
             module.register_forward_hook(lambda *run: found.append(run))
@@ -28,7 +23,7 @@ def seen(model: nn.Module) -> list[tuple[nn.Module, tuple[Tensor, ...], Tensor]]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_experts_are_those_that_were_chosen(case: str) -> None:
+def test_all_experts_are_those_that_were_chosen(case):
     model = tiny.model(case)
     runs = seen(model)
     assert runs
@@ -44,7 +39,7 @@ def test_all_experts_are_those_that_were_chosen(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert"])
-def test_a_model_without_experts_stays_as_it_is(case: str) -> None:
+def test_a_model_without_experts_stays_as_it_is(case):
     model = tiny.model(case)
     before = model.config._experts_implementation
     run_all_experts(model)

@@ -1,10 +1,7 @@
 """headprune export: the promises of every format."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,19 +20,17 @@ pytest.importorskip("gguf")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     tiny.model("llama-gqa").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
-def test_the_help_names_every_format() -> None:
+def test_the_help_names_every_format():
     _, shown = command.all_commands()["export"].options()["to"]
     assert all(name in str(shown.help) for name in FORMATS)
 
 
-def test_an_export_is_recorded_and_replaced_only_where_it_is_ours(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_is_recorded_and_replaced_only_where_it_is_ours(folder, tmp_path, capsys):
     out = tmp_path / "out"
     line = ("export", folder, "--to", "gguf", out)
     text = succeeds(capsys, *line, "--json")
@@ -49,19 +44,14 @@ def test_an_export_is_recorded_and_replaced_only_where_it_is_ours(
     refuses(capsys, "mine.txt", *line, "--overwrite")
 
 
-def test_a_proof_that_fails_leaves_nothing(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_proof_that_fails_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
     right = FORMATS["gguf"]
 
-    def nan(*given: object) -> object:
+    def nan(*given):
         proof = right.prove(*given)  # type: ignore[arg-type]
         return proof.model_copy(update={"difference": float("nan")})
 
-    registry: Registry[object] = Registry("format", PlanError)
+    registry = Registry("format", PlanError)
     registry.add("gguf", replace(right, prove=nan))  # type: ignore[arg-type]
     monkeypatch.setattr(exporting, "FORMATS", registry)
     with pytest.raises(ProofError, match=r"compute something else.*nan apart"):
@@ -83,24 +73,20 @@ def test_a_proof_that_fails_leaves_nothing(
         ({"to": "gguf", "prove": "engine"}, "as llama.cpp runs no file without a tokenizer"),
     ],
 )
-def test_wrong_settings_are_refused(
-    settings: dict[str, str], message: str, folder: Path, tmp_path: Path
-) -> None:
+def test_wrong_settings_are_refused(settings, message, folder, tmp_path):
     given = {"model": str(folder), "output": tmp_path / "out", **settings}
     with pytest.raises(HeadpruneError, match=message):
         headprune.export(**given)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_package_is_named(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     with pytest.raises(HeadpruneError, match=r"^--to gguf needs gguf: pip install gguf\.$"):
         headprune.export(folder, tmp_path / "out", to="gguf")
 
 
-def test_an_export_is_no_model_to_measure(folder: Path, text_file: Path, tmp_path: Path) -> None:
+def test_an_export_is_no_model_to_measure(folder, text_file, tmp_path):
     headprune.export(folder, tmp_path / "out", to="vllm")
     for given in ((tmp_path / "out", None), (folder, tmp_path / "out")):
         with pytest.raises(HeadpruneError, match="exported as vllm, .*the model that it was made"):

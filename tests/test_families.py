@@ -1,19 +1,15 @@
 """Every row of the family table: gate = cut = reloaded, decoding, layers without heads."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
 import tempfile
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import headprune
 from headprune.config import DataConfig, EvaluateConfig, TrainGatesConfig
@@ -22,11 +18,7 @@ from headprune.evaluation.evaluate import evaluate
 from headprune.family import FAMILIES
 from headprune.gates.train_gates import train_gates
 from headprune.model import probes
-from headprune.model.attention import (
-    attention_of,
-    family_of,
-    of_kinds,
-)
+from headprune.model.attention import attention_of, family_of, of_kinds
 from headprune.model.loading import task_of
 from headprune.planning.choose import CutRequest
 from headprune.proof import equivalence
@@ -48,7 +40,7 @@ EVERY = sorted({*tiny.FAMILY_CASES, *tiny.CASES})
 PER_ROW = tiny.one_per_row(tiny.FAMILY_CASES)
 
 
-def build(case: str, attn: str) -> PreTrainedModel:
+def build(case, attn):
     """A tiny model, or a skip where its classes have no such attention.
 
     It is read from disk, since a model that was remembers how its tensors were called there.
@@ -59,7 +51,7 @@ def build(case: str, attn: str) -> PreTrainedModel:
 
 
 @functools.lru_cache(maxsize=2)  # all that is done with a case comes in a row
-def read(case: str, attn: str) -> PreTrainedModel:
+def read(case, attn):
     """A tiny model from disk; nobody changes it."""
     with tempfile.TemporaryDirectory() as folder:
         tiny.model(case).save_pretrained(folder)
@@ -67,7 +59,7 @@ def read(case: str, attn: str) -> PreTrainedModel:
         return headprune.from_pretrained(folder, attn_implementation=how)
 
 
-def test_cases_are_chosen_by_what_their_models_are() -> None:
+def test_cases_are_chosen_by_what_their_models_are():
     cases = {*tiny.FAMILY_CASES, *tiny.CASES}
     built = {case: tiny.model(case) for case in cases}
     assert {case: tiny.task(case) for case in cases} == {c: task_of(m) for c, m in built.items()}
@@ -87,7 +79,7 @@ def test_cases_are_chosen_by_what_their_models_are() -> None:
     ),
 )
 @pytest.mark.parametrize("case", slow_unless(PER_ROW.__contains__, tiny.FAMILY_CASES))
-def test_gated_is_cut_is_reloaded(case: str, attn: str, empty: str, tmp_path: Path) -> None:
+def test_gated_is_cut_is_reloaded(case, attn, empty, tmp_path):
     model = build(case, attn)
     cuts = resolve(uneven_plan(model, *EMPTY[empty]), model)
     result = prove(model, cuts, tmp_path / "cut")
@@ -97,7 +89,7 @@ def test_gated_is_cut_is_reloaded(case: str, attn: str, empty: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(EVERY).__contains__, EVERY))
-def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
+def test_a_cut_of_another_head_fails_the_proof(case):
     model = tiny.model(case)
     cuts = resolve(uneven_plan(model), model)
     inputs = probes.probe_inputs(model)
@@ -112,7 +104,7 @@ def test_a_cut_of_another_head_fails_the_proof(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", slow_unless(PER_ROW.__contains__, tiny.FAMILY_CASES))
-def test_an_even_cut_is_a_plain_config_where_the_row_says_so(case: str, tmp_path: Path) -> None:
+def test_an_even_cut_is_a_plain_config_where_the_row_says_so(case, tmp_path):
     model = build(case, "eager")
     family, parts = family_of(model.config), {}
     for layer, a in enumerate(attention_of(model)):
@@ -140,7 +132,7 @@ RAGGED = [
 
 @pytest.mark.parametrize("attn", slow_unless("eager".__eq__, ["eager", "sdpa"]))
 @pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(RAGGED).__contains__, RAGGED))
-def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: Path) -> None:
+def test_ragged_groups_load_through_the_runtime(case, attn, tmp_path):
     model = build(case, attn)
     parts, keep = {}, [(0, 2, 3), (1, 2, 3, 4, 5), (0, 1, 2, 4, 5), (3,)]
     for layer, a in enumerate(attention_of(model)):
@@ -180,9 +172,7 @@ def test_ragged_groups_load_through_the_runtime(case: str, attn: str, tmp_path: 
         product(tiny.present("marian", "t5"), KINDS),
     ),
 )
-def test_gates_of_one_kind_of_attention_leave_the_others_whole(
-    case: str, kind: str, tmp_path: Path
-) -> None:
+def test_gates_of_one_kind_of_attention_leave_the_others_whole(case, kind, tmp_path):
     source = tiny.save(tiny.model(case), tmp_path / "model")
     pairs = tmp_path / "pairs.jsonl"
     rows = [{"de": tiny.text(9 + i % 4, i), "en": tiny.text(8 + i % 3, i)} for i in range(12)]
@@ -210,9 +200,7 @@ def test_gates_of_one_kind_of_attention_leave_the_others_whole(
         train_gates(source, one, tmp_path / "other", config)
 
 
-def test_a_family_that_transformers_changed_asks_for_the_newer_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_family_that_transformers_changed_asks_for_the_newer_one(monkeypatch):
     config = tiny.config("t5")
     module = "headprune.model.attention.transformers"
     monkeypatch.setattr(module, SimpleNamespace(__version__="5.14.2"))
@@ -222,7 +210,7 @@ def test_a_family_that_transformers_changed_asks_for_the_newer_one(
     assert family_of(config).model_type == "t5"
 
 
-def test_a_kind_that_is_not_there_is_named() -> None:
+def test_a_kind_that_is_not_there_is_named():
     attentions = attention_of(tiny.model("bart"))
     with pytest.raises(FamilyError, match="no 'crossed' attention. Did you mean 'cross'"):
         of_kinds(attentions, ("crossed",))
@@ -230,7 +218,7 @@ def test_a_kind_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.parametrize("case", tiny.present("clip", "wav2vec2"))
-def test_training_on_text_is_refused_where_there_is_none(case: str, tmp_path: Path) -> None:
+def test_training_on_text_is_refused_where_there_is_none(case, tmp_path):
     source = tiny.save(getattr(tiny.model(case), "wav2vec2", tiny.model(case)), tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(100))
     data = DataConfig(source=str(tmp_path / "text.txt"))
@@ -239,7 +227,7 @@ def test_training_on_text_is_refused_where_there_is_none(case: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("case", tiny.present("bart", "t5", "clip_vision_model"))
-def test_prune_works_on_models_without_text_and_with_three_kinds(case: str, tmp_path: Path) -> None:
+def test_prune_works_on_models_without_text_and_with_three_kinds(case, tmp_path):
     model = tiny.model(case)
     source = tiny.save(model, tmp_path / "model")
     result = prune(source, tmp_path / "out", CutRequest(plan=uneven_plan(model, 0)))
@@ -247,7 +235,7 @@ def test_prune_works_on_models_without_text_and_with_three_kinds(case: str, tmp_
 
 
 @pytest.mark.parametrize("case", tiny.present("t5", "mt5"))
-def test_the_encoder_of_a_cut_encoder_decoder_loads_on_its_own(case: str, tmp_path: Path) -> None:
+def test_the_encoder_of_a_cut_encoder_decoder_loads_on_its_own(case, tmp_path):
     model = tiny.model(case)
     cuts = resolve(uneven_plan(model), model)
     cut_heads(model, cuts)

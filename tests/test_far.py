@@ -1,20 +1,14 @@
 """Every command that runs a model computes on another device what it computes on the CPU."""
 
-from __future__ import annotations
-
 import json
 import traceback
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaForCausalLM
 from transformers.utils import logging
@@ -25,7 +19,7 @@ from headprune.evaluation import evaluate as evaluation
 from headprune.gates.gates import Gates
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
-from headprune.model.recording import AttentionRecorder, RecordedCall, _candidates
+from headprune.model.recording import AttentionRecorder, _candidates
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.sharpness import larger_queries
 from headprune.tensors import least_squares
@@ -35,8 +29,8 @@ from tests.marks import slow_unless
 from tests.test_verify import old_folder
 
 CASES = ("llama-gqa", "gpt2", "bert-mlm", "t5")
-FEW: dict[str, Any] = {"seq_len": 16, "calibration_tokens": 192}
-BATCHES: dict[str, Any] = {"seq_len": 16, "batch_size": 4}
+FEW = {"seq_len": 16, "calibration_tokens": 192}
+BATCHES = {"seq_len": 16, "batch_size": 4}
 CLOSE = 2e-5  # of the largest number: products of tokens are float32 there, float64 on the CPU
 
 pytestmark = pytest.mark.skipif(not far.there_is_one(), reason="needs torch with Python devices")
@@ -45,34 +39,34 @@ pytestmark = pytest.mark.skipif(not far.there_is_one(), reason="needs torch with
 class Job:
     """A model, its data, and where a command writes on one of the devices."""
 
-    def __init__(self, case: str, folder: Path, device: str) -> None:
+    def __init__(self, case, folder, device):
         self.case, self.folder, self.device = case, folder, device
         self.model, self.data = folder / "model", folder / "text.jsonl"
         self.columns = {"text_column": "text,target"} if case == "t5" else {"text_column": "text"}
 
-    def write(self) -> None:
+    def write(self):
         """Writes the model and the data."""
         tiny.save(tiny.model(self.case), self.model)
         rows = [{"text": tiny.text(20, n), "target": tiny.text(12, n + 100)} for n in range(80)]
         self.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def __call__(self, name: str, *arguments: Any, **settings: Any) -> Any:
+    def __call__(self, name, *arguments, **settings):
         """Runs a command."""
         settings.setdefault("device", self.device)
         return getattr(headprune, name)(*arguments, **settings)
 
-    def output(self, name: str) -> Path:
+    def output(self, name):
         """Where something is written."""
         return self.folder / f"{name}-{self.device}"
 
-    def scores(self, *criteria: str, **settings: Any) -> Path:
+    def scores(self, *criteria, **settings):
         """Scores, and where they are."""
         output = self.output("scores")
         text = {"data": self.data, **FEW, **self.columns} if criteria != ("magnitude",) else {}
         self("score", self.model, criterion=criteria, output=output, **text | settings)
         return output
 
-    def pruned(self, device: str | None = None, **settings: Any) -> Path:
+    def pruned(self, device=None, **settings):
         """A cut model."""
         output = self.output("pruned")
         given = {"scores": self.scores("magnitude", device="cpu"), "keep": 0.5}
@@ -80,27 +74,27 @@ class Job:
         return output
 
 
-def score(job: Job) -> dict[str, Tensor]:
+def score(job):
     """Every criterion."""
     criteria = ["compensated", "gradient", "fisher", "fluctuation", "wanda", "reconstruction"]
     criteria += ["magnitude", "random"]
     return _tensors(job.scores(*criteria))
 
 
-def prune(job: Job) -> dict[str, Tensor]:
+def prune(job):
     """Without a refit."""
     return _tensors(job.pruned())
 
 
-def refit(job: Job) -> dict[str, Tensor]:
+def refit(job):
     """With one."""
     return _tensors(job.pruned(refit=job.data, **FEW, **job.columns))
 
 
-def convert_gqa(merge: str, **settings: Any) -> Callable[[Job], dict[str, Tensor]]:
+def convert_gqa(merge, **settings):
     """By a merge."""
 
-    def convert(job: Job) -> dict[str, Tensor]:
+    def convert(job):
         output = job.output("converted")
         given = {"merge": merge, "kv_heads": 1, "output": output, **settings}
         if merge == "lowrank" or "kv_budget" in given:
@@ -111,10 +105,10 @@ def convert_gqa(merge: str, **settings: Any) -> Callable[[Job], dict[str, Tensor
     return convert
 
 
-def train_gates(**settings: Any) -> Callable[[Job], dict[str, Tensor]]:
+def train_gates(**settings):
     """With a method; gates are drawn on the device, by the same draws here."""
 
-    def train(job: Job) -> dict[str, Tensor]:
+    def train(job):
         given = {"target_heads": 0.5, "steps": 5, **BATCHES, **job.columns, **settings}
         job("train_gates", job.model, data=job.data, output=job.output("gates"), **given)
         return _tensors(job.output("gates")) | _losses(job.output("gates"))
@@ -122,7 +116,7 @@ def train_gates(**settings: Any) -> Callable[[Job], dict[str, Tensor]]:
     return train
 
 
-def heal(job: Job) -> dict[str, Tensor]:
+def heal(job):
     """What was cut, and its losses."""
     student, output = job.pruned("cpu"), job.output("healed")
     # in bfloat16 where devices have it, which is not the same everywhere; Muon is for such alone
@@ -133,7 +127,7 @@ def heal(job: Job) -> dict[str, Tensor]:
     return _tensors(output) | {"losses": losses}
 
 
-def evaluate(job: Job) -> dict[str, Tensor]:
+def evaluate(job):
     """Against the original."""
     given = {"against": job.model, "speed": job.case == "llama-gqa", **BATCHES, **job.columns}
     report = job("evaluate", job.pruned("cpu"), data=str(job.data), **given)
@@ -144,7 +138,7 @@ def evaluate(job: Job) -> dict[str, Tensor]:
     return {name: torch.tensor(value) for name, value in found.items()}
 
 
-def check(job: Job) -> dict[str, Tensor]:
+def check(job):
     """Against the original."""
     limit = "perplexity <= 400 %"
     given = {"against": job.model, "limits": (limit,), **BATCHES, **job.columns}
@@ -153,27 +147,27 @@ def check(job: Job) -> dict[str, Tensor]:
     return {"limit": torch.tensor([found.value, found.low, found.high])}
 
 
-def sweep(job: Job) -> dict[str, Tensor]:
+def sweep(job):
     """Scores, cuts, refits and measures."""
     given = {"keep": (0.5,), **FEW, **job.columns, "batch_size": 4}
     found = job("sweep", job.model, data=job.data, output=job.output("sweep"), **given)
     return {p.name: torch.tensor(p.quality) for p in (found.base, *found.points)}
 
 
-def verify(job: Job) -> dict[str, Tensor]:
+def verify(job):
     """What was cut on the CPU."""
     found = job("verify", job.pruned("cpu"), against=job.model)
     return {c.name: torch.tensor(float(c.passed)) for c in found.checks}
 
 
-def migrate(job: Job) -> dict[str, Tensor]:
+def migrate(job):
     """A folder of transformers 4."""
     old = old_folder(tiny.model(job.case), job.output("old"), {0: [1, 4], 2: [0, 1, 2]})
     job("migrate", old, output=job.output("migrated"))
     return _tensors(job.output("migrated"))
 
 
-def compress(job: Job) -> dict[str, Tensor]:
+def compress(job):
     """With all its candidates."""
     output = job.output("compressed")
     given = {"keep": 0.75, "held_out_tokens": 64, **FEW, **job.columns}
@@ -182,7 +176,7 @@ def compress(job: Job) -> dict[str, Tensor]:
     return near | _tensors(output)
 
 
-def convert_mla(job: Job) -> dict[str, Tensor]:
+def convert_mla(job):
     """Latents, and what the record says of them."""
     output = job.output("latent")
     given = {"rank": 20, "rope_dim": 6, "calibration_tokens": 1_280, "seq_len": 16}
@@ -190,13 +184,13 @@ def convert_mla(job: Job) -> dict[str, Tensor]:
     return {"compared": torch.tensor(float(record.proof.passed))} | _tensors(output)
 
 
-def inspect(job: Job) -> dict[str, Tensor]:
+def inspect(job):
     """The price of latents."""
     found = job("inspect", job.model, data=job.data, latent=True)
     return {str(p.rank): torch.tensor([p.lost, p.perplexity_ratio]) for p in found.latents}
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(folder):
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= {f"{file.name}.{n}": tensor.float() for n, tensor in load_file(file).items()}
@@ -204,12 +198,12 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def _losses(folder: Path) -> dict[str, Tensor]:
+def _losses(folder):
     lines = (folder / "history.jsonl").read_text().splitlines()
     return {"losses": torch.tensor([json.loads(line)["loss"] for line in lines])}
 
 
-JOBS: dict[str, Callable[[Job], dict[str, Tensor]]] = {
+JOBS = {
     "score": score,
     "prune": prune,
     "refit": refit,
@@ -232,7 +226,7 @@ JOBS: dict[str, Callable[[Job], dict[str, Tensor]]] = {
 }
 
 
-def gaps(here: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> dict[str, float]:
+def gaps(here, there):
     """How far numbers are apart, each as a share of the largest of its tensor."""
     assert here.keys() == there.keys()
     found = {}
@@ -244,7 +238,7 @@ def gaps(here: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> dict[str, f
     return found
 
 
-def compared(name: str, case: str, folder: Path) -> dict[str, float]:
+def compared(name, case, folder):
     """Runs a command on both devices, with the same products; how far apart they are."""
     device = far.Far()
     if name.startswith(("convert", "compress")):  # a basis of heads is any that spans the same
@@ -258,18 +252,18 @@ def compared(name: str, case: str, folder: Path) -> dict[str, float]:
     return gaps(here, there)
 
 
-def agrees(name: str, case: str, folder: Path) -> None:
+def agrees(name, case, folder):
     """Refuses other numbers than those of the CPU."""
     found = compared(name, case, folder)
     worst = max(found, key=found.__getitem__)
     assert found[worst] <= CLOSE, (worst, found[worst])
 
 
-def differs(case: str, folder: Path) -> None:
+def differs(case, folder):
     """Refuses the numbers of the CPU where those of the device are made wrong."""
     right = least_squares.Moments.centred
 
-    def wrong(moments: least_squares.Moments) -> least_squares.Moments:
+    def wrong(moments):
         found = right(moments)
         far_off = isinstance(found.cross, far.FarTensor)
         return replace(found, cross=found.cross * 1.001) if far_off else found
@@ -278,7 +272,7 @@ def differs(case: str, folder: Path) -> None:
     assert max(compared("refit", case, folder).values()) > CLOSE
 
 
-def raises(case: str, folder: Path) -> None:
+def raises(case, folder):
     """Refuses a merge that goes through with a tensor made in the wrong place."""
     module = import_module("headprune.surgery.merges.procrustes")
     right = module._rotations
@@ -287,11 +281,11 @@ def raises(case: str, folder: Path) -> None:
         compared("convert-procrustes", case, folder)
 
 
-def one_at_a_time(folder: Path) -> None:
+def one_at_a_time(folder):
     """Refuses two models on the device while one is measured."""
     right, seen = evaluation.measure, []
 
-    def measure(loaded: Any, index: int, *others: Any) -> Any:
+    def measure(loaded, index, *others):
         seen.append([net.device.type for net in loaded.nets])
         return right(loaded, index, *others)
 
@@ -300,7 +294,7 @@ def one_at_a_time(folder: Path) -> None:
     assert seen == [["cpu", "cpu"]] * 2 + [["far", "cpu"], ["cpu", "far"]]
 
 
-def waits_of_a_step(folder: Path, layers: int, **settings: Any) -> int:
+def waits_of_a_step(folder, layers, **settings):
     """How often a step of training waits for the device."""
     configuration = tiny.config("llama-gqa")
     configuration.num_hidden_layers = layers
@@ -317,7 +311,7 @@ def waits_of_a_step(folder: Path, layers: int, **settings: Any) -> int:
     return found[1] - found[0]  # without what steps share
 
 
-def waits_alike(folder: Path) -> None:
+def waits_alike(folder):
     """Refuses waits that grow with layers or units."""
     counts = [
         waits_of_a_step(folder / unit, layers, unit=unit, method="l0")
@@ -326,7 +320,7 @@ def waits_alike(folder: Path) -> None:
     assert 0 < counts[0] < 30 and len(set(counts)) == 1, counts
 
 
-def waits_by_layer(folder: Path) -> None:
+def waits_by_layer(folder):
     """Refuses waits that do not grow where every layer waits."""
     right = Gates.source
     Gates.source = lambda gates, position: right(gates, position * int(bool(gates.kept.any())))
@@ -334,7 +328,7 @@ def waits_by_layer(folder: Path) -> None:
     assert deep == shallow + 3, (shallow, deep)
 
 
-def sends_nothing(folder: Path, gates_stay: bool = False) -> None:
+def sends_nothing(folder, gates_stay=False):
     """Refuses copies to the device in every forward pass, of gates and of heads."""
     with far.Far() as device, devices.running_on("far"):
         net = tiny.model("llama-gqa")
@@ -343,9 +337,9 @@ def sends_nothing(folder: Path, gates_stay: bool = False) -> None:
         attentions, ids = attention_of(net), torch.randint(5, 60, (2, 9)).to("far")
         gates = [torch.linspace(0.5, 1, a.query_heads) for a in attentions]
         source = (lambda position: gates[position][None]) if gates_stay else fixed(gates)
-        rotations: list[Any] = []
+        rotations = []
 
-        def attend(call: RecordedCall) -> Tensor:
+        def attend(call):
             angles = torch.ones(9, 5, device="far")
             found = next(_candidates((angles.repeat(1, 2), angles.repeat(1, 2)), 9, 10))
             rotations.append(found.rotate(call.query))
@@ -361,13 +355,13 @@ def sends_nothing(folder: Path, gates_stay: bool = False) -> None:
         assert sum(device.sent.values()) == before, device.sent
 
 
-def sends_gates(folder: Path) -> None:
+def sends_gates(folder):
     """Refuses a pass that is found to copy nothing where it does."""
     with pytest.raises(AssertionError, match="gating.py"):
         sends_nothing(folder, gates_stay=True)
 
 
-def told(function: Callable[..., Any], report: Path, *arguments: Any) -> None:
+def told(function, report, *arguments):
     """Calls a function, and writes what it raised."""
     logging.disable_progress_bar()
     try:
@@ -376,7 +370,7 @@ def told(function: Callable[..., Any], report: Path, *arguments: Any) -> None:
         report.write_text(traceback.format_exc())
 
 
-def apart(function: Callable[..., Any], folder: Path, *arguments: Any) -> None:
+def apart(function, folder, *arguments):
     """Calls a function in a process of its own."""
     report = folder / "report.txt"
     assert forked.call(told, function, report, *arguments, folder) == 0
@@ -384,45 +378,45 @@ def apart(function: Callable[..., Any], folder: Path, *arguments: Any) -> None:
         pytest.fail(report.read_text())
 
 
-def _quick(name: str, case: str) -> bool:
+def _quick(name, case):
     return (name, case) in {("refit", "llama-gqa"), ("score", "t5"), ("evaluate", "bert-mlm")}
 
 
-def _rows() -> list[tuple[str, str]]:
+def _rows():
     unlike = {("migrate", "llama-gqa"), ("migrate", "t5")}  # transformers 4 pruned none of these
     unlike |= set(product(("latent", "inspect"), CASES[1:]))  # has no latent form
     return [row for row in product(JOBS, CASES) if row not in unlike]
 
 
 @pytest.mark.parametrize(("name", "case"), slow_unless(_quick, _rows()))
-def test_a_device_gives_the_numbers_of_the_cpu(name: str, case: str, tmp_path: Path) -> None:
+def test_a_device_gives_the_numbers_of_the_cpu(name, case, tmp_path):
     apart(agrees, tmp_path, name, case)
 
 
-def test_other_numbers_would_be_seen(tmp_path: Path) -> None:
+def test_other_numbers_would_be_seen(tmp_path):
     apart(differs, tmp_path, "gpt2")
 
 
-def test_a_tensor_in_the_wrong_place_would_be_seen(tmp_path: Path) -> None:
+def test_a_tensor_in_the_wrong_place_would_be_seen(tmp_path):
     apart(raises, tmp_path, "gpt2")
 
 
-def test_one_model_is_on_the_device_while_it_is_measured(tmp_path: Path) -> None:
+def test_one_model_is_on_the_device_while_it_is_measured(tmp_path):
     apart(one_at_a_time, tmp_path)
 
 
 @pytest.mark.slow
-def test_steps_wait_as_often_whatever_the_depth_and_the_units(tmp_path: Path) -> None:
+def test_steps_wait_as_often_whatever_the_depth_and_the_units(tmp_path):
     apart(waits_alike, tmp_path)
 
 
-def test_gates_and_heads_are_sent_once(tmp_path: Path) -> None:
+def test_gates_and_heads_are_sent_once(tmp_path):
     apart(sends_nothing, tmp_path)
 
 
-def test_gates_that_are_sent_again_would_be_seen(tmp_path: Path) -> None:
+def test_gates_that_are_sent_again_would_be_seen(tmp_path):
     apart(sends_gates, tmp_path)
 
 
-def test_waits_by_layer_would_be_seen(tmp_path: Path) -> None:
+def test_waits_by_layer_would_be_seen(tmp_path):
     apart(waits_by_layer, tmp_path)

@@ -1,10 +1,7 @@
 """Files of a folder are known by their hashes, several of which are made at once."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +9,7 @@ from headprune.io import folders
 from headprune.io.folders import hashes_of, sha256_of
 
 
-def test_hashes_of_several_files(tmp_path: Path) -> None:
+def test_hashes_of_several_files(tmp_path):
     contents = {f"{n}.bin": bytes([n]) * (n << 20) for n in range(6)}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -26,11 +23,11 @@ def test_hashes_of_several_files(tmp_path: Path) -> None:
         hashes_of(tmp_path, ["0.bin", "gone.bin"])
 
 
-def test_an_interrupt_waits_for_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped: list[bool] = []
+def test_an_interrupt_waits_for_no_file(tmp_path, monkeypatch):
+    stopped = []
     begun = threading.Event()
 
-    def hashed(file: Path, stop: threading.Event) -> str:
+    def hashed(file, stop):
         if file.name == "first":
             begun.wait(60)
             raise KeyboardInterrupt
@@ -44,7 +41,7 @@ def test_an_interrupt_waits_for_no_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert stopped == [True]
 
 
-def test_a_file_is_read_no_further_when_it_is_to_stop(tmp_path: Path) -> None:
+def test_a_file_is_read_no_further_when_it_is_to_stop(tmp_path):
     file, stop = tmp_path / "file", threading.Event()
     file.write_bytes(b"x")
     assert sha256_of(file, stop) == sha256_of(file)

@@ -1,10 +1,5 @@
 """A model is run without keeping keys and values, whatever its config says."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -17,14 +12,14 @@ from tests.marks import slow_unless
 PER_ROW = tiny.one_per_row(tiny.FAMILY_CASES)
 
 
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+def kept(monkeypatch):
     """Notes the keys that are kept from now on."""
-    found: list[torch.Size] = []
+    found = []
 
-    def spied(cls: type[CacheLayerMixin]) -> None:
+    def spied(cls):
         update = cls.update
 
-        def noted(self: Any, key_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def noted(self, key_states, *args, **kwargs):
             found.append(key_states.shape)
             return update(self, key_states, *args, **kwargs)
 
@@ -36,7 +31,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return found
 
 
-def _all_below(cls: type[Any]) -> Iterator[type[Any]]:
+def _all_below(cls):
     for below in cls.__subclasses__():
         yield below
         yield from _all_below(below)
@@ -44,7 +39,7 @@ def _all_below(cls: type[Any]) -> Iterator[type[Any]]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", slow_unless(PER_ROW.__contains__, tiny.FAMILY_CASES))
-def test_no_keys_are_kept(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_keys_are_kept(case, monkeypatch):
     model = tiny.model(case)
     configs = [model.config, model.config.get_text_config()]
     before = [getattr(config, "use_cache", None) for config in configs]
@@ -58,7 +53,7 @@ def test_no_keys_are_kept(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def test_the_config_is_as_before_after_an_error() -> None:
+def test_the_config_is_as_before_after_an_error():
     model = tiny.model("llama-gqa")
     with pytest.raises(RuntimeError):
         run_model(model, {"input_ids": torch.zeros(1, 2, 3, 4).long()})

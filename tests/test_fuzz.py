@@ -1,7 +1,5 @@
 """Damaged files of every kind: read, or refused in a sentence; more of them in make campaign."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gzip

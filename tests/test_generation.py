@@ -3,22 +3,17 @@
 The gates are hooks on the uncut model: nothing of the runtime is in what the cut model is held to.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools
 import inspect
 import json
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import headprune
 from headprune.errors import ProofError
@@ -29,7 +24,7 @@ from headprune.model.loading import task_of
 from headprune.model.skeleton import Unmapped
 from headprune.runtime import modeling_headprune
 from headprune.schemas.plan import AttentionPlan, Plan
-from headprune.surgery.cut import Cut, cut_heads, resolve
+from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import prove, uneven_plan
@@ -40,7 +35,7 @@ TOLERANCE = 1e-5  # of the largest logit; without its stub a layer moves them by
 GENERATING = [case for case in tiny.FAMILY_CASES if tiny.task(case) in ("causal-lm", "seq2seq-lm")]
 
 
-def _windows(case: str) -> list[str]:
+def _windows(case):
     """The variants of a family by the kinds of layers in its cache; none if it has but one."""
     text = tiny.config(case).get_text_config(decoder=True)
     names = {field.name for field in dataclasses.fields(text)}
@@ -54,7 +49,7 @@ def _windows(case: str) -> list[str]:
 WINDOWED = [variant for case in GENERATING for variant in _windows(case)]
 
 
-def _left_padded() -> dict[str, Tensor]:
+def _left_padded():
     """Two texts of more than two of the tiny windows."""
     ids = torch.randint(5, tiny.VOCAB, (2, 22), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -67,7 +62,7 @@ REPEATING = {"input_ids": torch.tensor([[7, 8, 9, 10, 11, 12, 7, 8, 9, 10, 13, 1
 Computed = tuple[Tensor, Tensor]
 
 
-def chunks(model: PreTrainedModel) -> Computed:
+def chunks(model):
     """Logits of a padded batch: a first piece, several tokens at once, then one by one."""
     ids, mask = _left_padded().values()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -85,7 +80,7 @@ def chunks(model: PreTrainedModel) -> Computed:
     return ids, torch.cat(logits, dim=1)[mask.bool()]
 
 
-def _generate(model: PreTrainedModel, one_text: bool = False, **options: Any) -> Computed:
+def _generate(model, one_text=False, **options):
     """Tokens, and the logits they were chosen by; of beams, whose losers may tie, the scores."""
     inputs = REPEATING if one_text else _left_padded()
     if task_of(model) == "seq2seq-lm":
@@ -108,19 +103,19 @@ def _generate(model: PreTrainedModel, one_text: bool = False, **options: Any) ->
     return out.sequences, torch.stack(out.logits) if scores is None else scores
 
 
-def assisted(model: PreTrainedModel) -> Computed:
+def assisted(model):
     """With a small model of another kind where that will do; it is right now and then."""
     own = task_of(model) == "seq2seq-lm" or model.config.model_type in tiny.VISION_LANGUAGE
     helper = assistant(model.config.model_type if own else "llama-mha")
     return _generate(model, one_text=True, assistant_model=helper)
 
 
-def _option(one_text: bool = False, **options: Any) -> Callable[[PreTrainedModel], Computed]:
+def _option(one_text=False, **options):
     return lambda model: _generate(model, one_text, **options)
 
 
 STATIC = {"cache_implementation": "static", "disable_compile": True}
-MODES: dict[str, Callable[[PreTrainedModel], Computed]] = {
+MODES = {
     "greedy": _option(),
     "beams": _option(num_beams=3, output_scores=True),
     "prompt_lookup": _option(one_text=True, prompt_lookup_num_tokens=4),
@@ -132,19 +127,19 @@ MODES: dict[str, Callable[[PreTrainedModel], Computed]] = {
 
 
 @functools.cache
-def original(case: str) -> PreTrainedModel:
+def original(case):
     """An uncut model; generating with it changes nothing in it."""
     return tiny.model(case)
 
 
 @functools.cache
-def assistant(case: str) -> PreTrainedModel:
+def assistant(case):
     """Without gates, also where it is the original's equal."""
     return tiny.model(case)
 
 
 @functools.lru_cache(maxsize=1)
-def pair(case: str, empty: tuple[int, ...]) -> tuple[list[Cut], PreTrainedModel]:
+def pair(case, empty):
     """A cut of the original, some of whose layers have no heads, and the model it leads to."""
     base = original(case)
     plan, cut = uneven_plan(base, *empty), copy.deepcopy(base)
@@ -152,7 +147,7 @@ def pair(case: str, empty: tuple[int, ...]) -> tuple[list[Cut], PreTrainedModel]
     return resolve(plan, base), cut
 
 
-def compare(mode: Callable[[PreTrainedModel], Computed], case: str, empty: tuple[int, ...]) -> None:
+def compare(mode, case, empty):
     """Asserts that the cut model computes what its gated original does, if that can do it."""
     cuts, cut = pair(case, empty)
     with gated([c.attention for c in cuts], fixed([c.gate() for c in cuts])):
@@ -165,19 +160,19 @@ def compare(mode: Callable[[PreTrainedModel], Computed], case: str, empty: tuple
     assert (got - logits).abs().max() <= TOLERANCE * max(1.0, float(logits.abs().max()))
 
 
-def firsts(case: str) -> tuple[int, ...]:
+def firsts(case):
     """The first layer of each type."""
     sliding = DynamicCache(config=original(case).config.get_text_config(decoder=True)).is_sliding
     return tuple(sorted({sliding.index(kind) for kind in sliding}))
 
 
-def emptied(case: str) -> list[tuple[int, ...]]:
+def emptied(case):
     """Each layer alone, the first of each type together, all but the last."""
     layers = range(tiny.LAYERS)
     return sorted({*((layer,) for layer in layers), firsts(case), (*layers[:-1],)})
 
 
-def some_modes(cases: list[str], modes: list[str]) -> list[Any]:
+def some_modes(cases, modes):
     """Every mode with a case of each layout; with others the cache that no proof is made with."""
     some = tiny.one_per_layout(cases)
     return slow_unless(lambda case, mode: case in some or mode == "static", product(cases, modes))
@@ -188,7 +183,7 @@ TEXT = [case for case in WINDOWED if tiny.family_of_case(case) not in tiny.VISIO
 
 
 @pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(TEXT).__contains__, TEXT))
-def test_padded_batches_and_crops_with_any_layers_empty(case: str) -> None:
+def test_padded_batches_and_crops_with_any_layers_empty(case):
     for empty in emptied(case):
         compare(chunks, case, empty)
         if len(empty) == 1:
@@ -196,7 +191,7 @@ def test_padded_batches_and_crops_with_any_layers_empty(case: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "mode"), some_modes(WINDOWED, [*MODES]))
-def test_generation_with_the_first_layer_of_each_type_empty(case: str, mode: str) -> None:
+def test_generation_with_the_first_layer_of_each_type_empty(case, mode):
     compare(MODES[mode], case, firsts(case))
 
 
@@ -206,20 +201,18 @@ PLAIN_MODES = [mode for mode in MODES if mode not in ("assisted", "prefill_chunk
 
 
 @pytest.mark.parametrize(("case", "mode"), some_modes(PLAIN, PLAIN_MODES))
-def test_generation_with_the_first_and_last_layer_empty(case: str, mode: str) -> None:
+def test_generation_with_the_first_and_last_layer_empty(case, mode):
     compare(MODES[mode], case, (0, -1))
 
 
 @pytest.mark.parametrize("mode", [chunks, *MODES.values()], ids=["chunks", *MODES])
-def test_without_a_stub_no_mode_is_that_of_the_gated_original(
-    mode: Callable[[PreTrainedModel], Computed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_stub_no_mode_is_that_of_the_gated_original(mode, monkeypatch):
     monkeypatch.setattr(modeling_headprune, "_keep_length", stub_in_layer_0)
     with pytest.raises((AssertionError, AttributeError, RuntimeError)):
         compare(mode, "smollm3-full_first", (1,))
 
 
-def stub_in_layer_0(cache: Any, layer: int, states: Tensor) -> int:
+def stub_in_layer_0(cache, layer, states):
     """What keeps the length for generate(), but no masks and no crops."""
     if layer == 0:
         cache.update(states[:, None, :, :1], states[:, None, :, :1], layer)
@@ -227,10 +220,8 @@ def stub_in_layer_0(cache: Any, layer: int, states: Tensor) -> int:
 
 
 @pytest.mark.parametrize("case", ["gemma2-full_first", "gemma2-sliding_first"])
-def test_the_proof_decodes_in_chunks_and_so_sees_a_missing_stub(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def proven() -> bool:
+def test_the_proof_decodes_in_chunks_and_so_sees_a_missing_stub(case, tmp_path, monkeypatch):
+    def proven():
         model = copy.deepcopy(original(case))
         return prove(model, resolve(uneven_plan(model, 1), model), tmp_path).passed
 
@@ -243,7 +234,7 @@ def test_the_proof_decodes_in_chunks_and_so_sees_a_missing_stub(
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gemma2-full_first"])
-def test_a_static_cache_of_given_sizes_takes_the_stub(case: str) -> None:
+def test_a_static_cache_of_given_sizes_takes_the_stub(case):
     model, ids = copy.deepcopy(original(case)), REPEATING["input_ids"]
     parts = {
         a.path: AttentionPlan(query_heads=6, kv_heads=3, keep=() if layer < 2 else (*range(6),))
@@ -260,7 +251,7 @@ def test_a_static_cache_of_given_sizes_takes_the_stub(case: str) -> None:
     assert cache.layers[1].keys.shape[1:] == (3, min(20, cache.layers[1].max_cache_len), 10)
 
 
-def test_a_cache_with_stubs_takes_all_operations_on_batches() -> None:
+def test_a_cache_with_stubs_takes_all_operations_on_batches():
     _, cut = pair("gemma2-full_first", (0, 1))
     ids, mask = _left_padded().values()
     rows = torch.tensor([1, 0, 1])
@@ -274,7 +265,7 @@ def test_a_cache_with_stubs_takes_all_operations_on_batches() -> None:
     torch.testing.assert_close(got, wanted)
 
 
-def _without(model: PreTrainedModel, layer: int, *heads: int) -> list[Cut]:
+def _without(model, layer, *heads):
     """A cut of some heads of the cross attention of a layer."""
     parts = {}
     cross = [a.path for a in attention_of(model) if a.kind == "cross"]
@@ -285,7 +276,7 @@ def _without(model: PreTrainedModel, layer: int, *heads: int) -> list[Cut]:
     return resolve(Plan(unit=Unit.HEAD, attentions=parts), model)
 
 
-def _aligning(model: PreTrainedModel, heads: list[list[int]]) -> list[Tensor]:
+def _aligning(model, heads):
     inputs = probes.probe_inputs(model)
     with torch.no_grad():
         weights = model(**inputs, output_attentions=True).cross_attentions
@@ -293,9 +284,7 @@ def _aligning(model: PreTrainedModel, heads: list[list[int]]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("gone", [(0,), tuple(range(6))])
-def test_heads_that_give_the_times_of_words_are_counted_anew(
-    gone: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_heads_that_give_the_times_of_words_are_counted_anew(gone, tmp_path):
     model = tiny.model("whisper", attn="eager")
     named = [[1, 2], [2, 0], [2, 5]]
     model.generation_config = GenerationConfig(alignment_heads=named)
@@ -316,9 +305,7 @@ def test_heads_that_give_the_times_of_words_are_counted_anew(
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_the_file_of_a_result_names_the_heads_that_are_left(
-    in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_of_a_result_names_the_heads_that_are_left(in_memory, tmp_path, monkeypatch):
     if in_memory:  # cut in memory instead of on disk
         monkeypatch.setattr("headprune.result.write.cut_pieces", _unmapped)
     model, folder = tiny.model("whisper"), tmp_path / "model"
@@ -336,5 +323,5 @@ def test_the_file_of_a_result_names_the_heads_that_are_left(
     assert written["alignment_heads"] == [[1, 2]]
 
 
-def _unmapped(*_: Any) -> None:
+def _unmapped(*_):
     raise Unmapped("a tensor")

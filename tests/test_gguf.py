@@ -1,17 +1,12 @@
 """export --to gguf: the file computes as the model does, in llama.cpp where that is installed."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import headprune
 from headprune.config import ExportConfig
@@ -27,7 +22,7 @@ gguf = pytest.importorskip("gguf")
 file = pytest.importorskip("headprune.formats.gguf_file")
 engine = pytest.mark.skipif(find_spec("xllamacpp") is None, reason="llama.cpp is not installed")
 
-CUTS: dict[str, Callable[[PreTrainedModel], Any] | None] = {
+CUTS = {
     "whole": None,
     "uneven": lambda model: uneven_plan(model, 1),
     "first-layer-empty": lambda model: uneven_plan(model, 0),
@@ -35,7 +30,7 @@ CUTS: dict[str, Callable[[PreTrainedModel], Any] | None] = {
 }
 
 
-def saved(model: PreTrainedModel, cut: str, folder: Path, rule: str | None = "GPT-2") -> Path:
+def saved(model, cut, folder, rule="GPT-2"):
     plan = CUTS[cut]
     if plan is not None:
         cut_heads(model, resolve(plan(model), model, ragged=True))
@@ -45,16 +40,14 @@ def saved(model: PreTrainedModel, cut: str, folder: Path, rule: str | None = "GP
     return folder
 
 
-def tiny_model(
-    case: str, cut: str, folder: Path, rule: str | None = "GPT-2", **config: Any
-) -> Path:
+def tiny_model(case, cut, folder, rule="GPT-2", **config):
     model = tiny.model(case)
     model.resize_token_embeddings(gguf_words.SIZE)
     model.config.update({"sliding_window": None, **config})
     return saved(model, cut, folder, rule)
 
 
-def qwen3(cut: str, folder: Path) -> Path:
+def qwen3(cut, folder):
     """Norms of q and k, and tied embeddings."""
     config = Qwen3Config(
         **{"vocab_size": gguf_words.SIZE, "hidden_size": 48, "intermediate_size": 64},
@@ -69,7 +62,7 @@ def qwen3(cut: str, folder: Path) -> Path:
 @pytest.mark.process
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("case", ["llama-gqa", "llama-mha", "mistral", "qwen2", "qwen3"])
-def test_the_engine_computes_as_torch_does(case: str, cut: str, tmp_path: Path) -> None:
+def test_the_engine_computes_as_torch_does(case, cut, tmp_path):
     folder = tmp_path / "m"
     folder = qwen3(cut, folder) if case == "qwen3" else tiny_model(case, cut, folder)
     proof = headprune.export(folder, tmp_path / "out", to="gguf").record.proof
@@ -86,7 +79,7 @@ def test_the_engine_computes_as_torch_does(case: str, cut: str, tmp_path: Path) 
 @engine
 @pytest.mark.process
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
-def test_rounded_weights_are_proven_in_the_engine(dtype: str, tmp_path: Path) -> None:
+def test_rounded_weights_are_proven_in_the_engine(dtype, tmp_path):
     folder = tiny_model("llama-gqa", "uneven", tmp_path / "m")
     done = headprune.export(folder, tmp_path / "out", to="gguf", out_dtype=dtype)
     proof = done.record.proof
@@ -97,9 +90,7 @@ def test_rounded_weights_are_proven_in_the_engine(dtype: str, tmp_path: Path) ->
 @engine
 @pytest.mark.process
 @pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16", "q8_0"])
-def test_the_engine_notices_a_head_out_of_place(
-    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_notices_a_head_out_of_place(dtype, tmp_path, monkeypatch):
     folder = tiny_model("llama-gqa", "uneven", tmp_path / "m")
     monkeypatch.setattr(file, "neighbouring", lambda rows, heads: rows.roll(10, 0))
     monkeypatch.setattr(file, "by_halves", lambda rows, heads: rows.roll(-10, 0))
@@ -111,9 +102,7 @@ def test_the_engine_notices_a_head_out_of_place(
 @engine
 @pytest.mark.process
 @pytest.mark.parametrize("rule", RULES)
-def test_the_engine_cuts_text_as_the_tokenizer_does(
-    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_cuts_text_as_the_tokenizer_does(rule, tmp_path, monkeypatch):
     folder = tiny_model("llama-gqa", "whole", tmp_path / "m", rule)
     assert headprune.export(folder, tmp_path / "out", to="gguf").record.proof.how == "engine"
     if rule == "Qwen 2":
@@ -122,7 +111,7 @@ def test_the_engine_cuts_text_as_the_tokenizer_does(
             headprune.export(folder, tmp_path / "wrong", to="gguf")
 
 
-def test_an_engine_that_hangs_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_hangs_is_no_proof(tmp_path, monkeypatch):
     llama_cpp = pytest.importorskip("headprune.formats.llama_cpp")
     (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(llama_cpp.llama_cpp_process, "__file__", str(tmp_path / "hangs.py"))
@@ -134,7 +123,7 @@ def test_an_engine_that_hangs_is_no_proof(tmp_path: Path, monkeypatch: pytest.Mo
 
 @engine
 @pytest.mark.process
-def test_a_file_that_the_engine_does_not_load_is_no_proof(tmp_path: Path) -> None:
+def test_a_file_that_the_engine_does_not_load_is_no_proof(tmp_path):
     llama_cpp = pytest.importorskip("headprune.formats.llama_cpp")
     folder = tiny_model("llama-gqa", "whole", tmp_path / "m")
     (tmp_path / "model.gguf").write_bytes(b"GGUF" * 100)
@@ -144,7 +133,7 @@ def test_a_file_that_the_engine_does_not_load_is_no_proof(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16", "q8_0"])
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen2"])
-def test_files_are_read_back_bit_by_bit(case: str, dtype: str, tmp_path: Path) -> None:
+def test_files_are_read_back_bit_by_bit(case, dtype, tmp_path):
     folder, out = tiny_model(case, "uneven", tmp_path / "m"), tmp_path / "out"
     settings = {"to": "gguf", "out_dtype": dtype, "prove": "read-back"}
     proof = headprune.export(folder, out, **settings).record.proof
@@ -163,16 +152,14 @@ def test_files_are_read_back_bit_by_bit(case: str, dtype: str, tmp_path: Path) -
     assert not FORMATS["gguf"].prove(open_source(folder), out, config).passed
 
 
-def test_the_reason_why_no_engine_ran_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reason_why_no_engine_ran_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr("headprune.formats.gguf.missing", lambda *modules: [*modules])
     folder = tiny_model("llama-gqa", "whole", tmp_path / "m")
     proof = headprune.export(folder, tmp_path / "out", to="gguf").record.proof
     assert proof.how == "read back" and proof.why_not == "xllamacpp is not installed"
 
 
-def test_a_tensor_is_permuted_by_the_heads_of_its_layer() -> None:
+def test_a_tensor_is_permuted_by_the_heads_of_its_layer():
     rows = torch.arange(24).view(24, 1)
     moved = file.neighbouring(rows, 3)
     assert moved[:8, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
@@ -180,7 +167,7 @@ def test_a_tensor_is_permuted_by_the_heads_of_its_layer() -> None:
     assert not torch.equal(file.by_halves(moved, 2), rows)
 
 
-def test_llama_3_scales_frequencies_as_transformers_does(tmp_path: Path) -> None:
+def test_llama_3_scales_frequencies_as_transformers_does(tmp_path):
     rope = {
         **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
         **{"original_max_position_embeddings": 64, "rope_theta": 10_000.0},
@@ -198,7 +185,7 @@ def test_llama_3_scales_frequencies_as_transformers_does(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rules_are_recognised_for_certain(rule: str) -> None:
+def test_rules_are_recognised_for_certain(rule):
     content = json.loads(gguf_words.words(rule).backend_tokenizer.to_str())
     assert recognised(content) == RULES[rule]
     model = content["model"]
@@ -210,7 +197,7 @@ def test_rules_are_recognised_for_certain(rule: str) -> None:
         assert recognised({**content, **changed}) is None
 
 
-def test_the_tokenizer_of_another_file_is_taken_over(tmp_path: Path) -> None:
+def test_the_tokenizer_of_another_file_is_taken_over(tmp_path):
     whole, out = tiny_model("llama-gqa", "whole", tmp_path / "m"), tmp_path / "whole"
     headprune.export(whole, out, to="gguf", prove="read-back")
     cut = tiny_model("llama-gqa", "uneven", tmp_path / "cut", rule=None)
@@ -233,7 +220,7 @@ def test_the_tokenizer_of_another_file_is_taken_over(tmp_path: Path) -> None:
         assert not (tmp_path / "x").exists()
 
 
-def test_a_tokenizer_that_is_unknown_or_of_a_larger_model_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_unknown_or_of_a_larger_model_is_refused(tmp_path):
     unknown = tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
     larger = tiny_model("llama-gqa", "whole", tmp_path / "larger")
     tiny.model("llama-gqa").save_pretrained(larger)  # with fewer tokens
@@ -261,16 +248,14 @@ def test_a_tokenizer_that_is_unknown_or_of_a_larger_model_is_refused(tmp_path: P
         ),
     ],
 )
-def test_a_model_without_an_architecture_is_refused(
-    case: str, cut: str, config: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_model_without_an_architecture_is_refused(case, cut, config, message, tmp_path):
     folder = tiny_model(case, cut, tmp_path / "m", **config)
     with pytest.raises(PlanError, match=message):
         headprune.export(folder, tmp_path / "out", to="gguf")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:
+def test_a_weight_beyond_float16_is_refused(tmp_path):
     model = tiny.model("llama-gqa")
     with torch.no_grad():
         model.lm_head.weight[0, 0] = 1e5
@@ -281,7 +266,7 @@ def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")  # of NumPy, to int8
-def test_nan_is_no_proof(tmp_path: Path) -> None:
+def test_nan_is_no_proof(tmp_path):
     model = tiny.model("llama-gqa", torch.float32)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 3] = float("nan")

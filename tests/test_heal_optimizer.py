@@ -1,11 +1,7 @@
 """Muon and AdamW as one optimiser of healing."""
 
-from __future__ import annotations
-
 import json
 from itertools import combinations
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +26,7 @@ MUON, ADAMW = HealOptimizer.MUON, HealOptimizer.ADAMW
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-base"])
-def test_matrices_are_those_of_the_layers(case: str) -> None:
+def test_matrices_are_those_of_the_layers(case):
     net = tiny.model(case)
     found = {id(weight) for weight in matrices(net)}
     names = [name for name, weight in net.named_parameters() if id(weight) in found]
@@ -42,18 +38,18 @@ def test_matrices_are_those_of_the_layers(case: str) -> None:
     assert matrices(net) == []
 
 
-def two() -> tuple[nn.Parameter, nn.Parameter]:
+def two():
     torch.manual_seed(0)
     return nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(5))
 
 
-def step(optimizer: torch.optim.Optimizer, weights: tuple[nn.Parameter, ...]) -> None:
+def step(optimizer, weights):
     for weight in weights:
         weight.grad = weight.detach().sin()
     optimizer.step()
 
 
-def test_it_steps_as_both_do_also_after_its_state_was_loaded() -> None:
+def test_it_steps_as_both_do_also_after_its_state_was_loaded():
     one, other = two(), two()
     alone = [
         torch.optim.Muon(other[:1], lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
@@ -74,7 +70,7 @@ def test_it_steps_as_both_do_also_after_its_state_was_loaded() -> None:
     assert not torch.equal(one[0], other[0])
 
 
-def test_a_learning_rate_that_is_lowered_reaches_both() -> None:
+def test_a_learning_rate_that_is_lowered_reaches_both():
     weights = two()
     both = MuonAndAdamW([weights[0]], [weights[1]], 0.1)
     torch.optim.lr_scheduler.LambdaLR(both, lambda step: 0.0)
@@ -83,12 +79,12 @@ def test_a_learning_rate_that_is_lowered_reaches_both() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights, before, strict=True))
 
 
-def chosen(**settings: Any) -> tuple[HealOptimizer, float | None]:
+def chosen(**settings):
     config = resolved(HealConfig(steps=1, **settings))
     return config.optimizer, config.learning_rate
 
 
-def test_which_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_is_chosen(monkeypatch):
     monkeypatch.setattr(module.devices, "computes_bfloat16", lambda: True)
     assert chosen() == (MUON, 2e-4)
     assert chosen(learning_rate=1e-3) == (MUON, 1e-3)
@@ -117,9 +113,7 @@ def test_which_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bert-base", "lm+distill", None),
     ],
 )
-def test_what_healing_trains_on_is_recorded(
-    case: str, asked: str, objective: str | None, text_file: Path, tmp_path: Path
-) -> None:
+def test_what_healing_trains_on_is_recorded(case, asked, objective, text_file, tmp_path):
     folder = tiny.save(tiny.model(case), tmp_path / "model")
     config = HealConfig(steps=1, batch_size=2, seq_len=16, objective=asked, optimizer=ADAMW)
     arguments = (folder, folder, DataConfig(source=str(text_file)), tmp_path / "out", config)
@@ -135,23 +129,19 @@ def test_what_healing_trains_on_is_recorded(
 
 @pytest.mark.parametrize("noise", [0.01, 1.0])
 def test_a_model_near_its_teacher_learns_less_of_the_text(
-    noise: float,
-    llama_folder: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    noise, llama_folder, text_file, tmp_path, monkeypatch
+):
     made = []
 
     class Seen(HealedModel):
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)
 
     monkeypatch.setattr(heal_module, "HealedModel", Seen)
     plain, measured = HealTrainer.held_out, list[float]()
 
-    def held_out(self: HealTrainer, rows: Dataset | None = None) -> float:
+    def held_out(self, rows=None):
         measured.append(plain(self, rows))
         return measured[-1]
 
@@ -169,7 +159,7 @@ def test_a_model_near_its_teacher_learns_less_of_the_text(
     assert done.before == measured[2] != measured[1] > measured[0]
 
 
-def test_half_of_the_loss_is_the_models_own(llama_folder: Path) -> None:
+def test_half_of_the_loss_is_the_models_own(llama_folder):
     net, teacher = (from_pretrained(llama_folder) for _ in range(2))
     torch.manual_seed(0)
     for weight in net.parameters():
@@ -186,13 +176,11 @@ def test_half_of_the_loss_is_the_models_own(llama_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("running", "lost", "few"), [(False, 0, 16), (True, 64, 10)])
-def test_held_out_rows_come_from_all_texts_of_a_concatenation(
-    running: bool, lost: int, few: int
-) -> None:
+def test_held_out_rows_come_from_all_texts_of_a_concatenation(running, lost, few):
     """Of running text, the rows beside those that are held out are lost."""
     numbers = np.repeat(np.arange(6), 100)
 
-    def parts(count: int, of_step: int) -> list[Dataset]:
+    def parts(count, of_step):
         rows = Dataset.from_dict({"input_ids": [[text] * 4 for text in numbers[:count].tolist()]})
         begins = numbers[:count] if running else None
         return list(_split(Batches(rows, lambda _: {}, of_step, begins)))
@@ -210,9 +198,7 @@ def test_held_out_rows_come_from_all_texts_of_a_concatenation(
 @pytest.mark.parametrize(
     ("words", "seq_len"), [(200, 16), (30, 16), (5, 4)], ids=["long", "of two windows", "short"]
 )
-def test_no_document_is_both_trained_on_and_held_out(
-    words: int, seq_len: int, tmp_path: Path
-) -> None:
+def test_no_document_is_both_trained_on_and_held_out(words, seq_len, tmp_path):
     """Every document has a word of its own."""
     of, file = tiny.tokenizer(), tmp_path / "rows.jsonl"
     rows = [json.dumps({"text": " ".join([f"w{n}"] * words)}) for n in range(59)]
@@ -226,7 +212,7 @@ def test_no_document_is_both_trained_on_and_held_out(
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-base"])
-def test_held_out_parts_of_a_text_adjoin_no_other_part(case: str, tmp_path: Path) -> None:
+def test_held_out_parts_of_a_text_adjoin_no_other_part(case, tmp_path):
     """The third and fourth word of every sentence are its number; a window is a sentence."""
     of, file = tiny.tokenizer(), tmp_path / "text.txt"
     numbers = [(n // 59, n % 59) for n in range(400)]
@@ -242,12 +228,12 @@ def test_held_out_parts_of_a_text_adjoin_no_other_part(case: str, tmp_path: Path
 
 
 def test_what_is_reported_of_a_healing_chose_nothing(
-    llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    llama_folder, text_file, tmp_path, monkeypatch
+):
     """By the rows that choose, one checkpoint is perfect; the others are not impressed."""
-    seen: list[Dataset] = []
+    seen = []
 
-    def held_out(self: HealTrainer, rows: Dataset | None = None) -> float:
+    def held_out(self, rows=None):
         seen.append(rows or self.rows)
         return 7.0 if rows is not None else 1.0 / len(seen)
 

@@ -1,12 +1,7 @@
 """Models, data and plans that a Python user holds."""
 
-from __future__ import annotations
-
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -18,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
-from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import HeadpruneError
@@ -26,17 +20,15 @@ from headprune.model.attention import attention_of
 from tests import tiny
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
-SMALL: dict[str, Any] = {"seq_len": 16, "calibration_tokens": 256}
+SMALL = {"seq_len": 16, "calibration_tokens": 256}
 
 
-def texts(seed: int = 0) -> Dataset:
+def texts(seed=0):
     return Dataset.from_dict({"text": [tiny.text(60, seed + number) for number in range(24)]})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_in_memory_is_scored_pruned_and_measured(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_memory_is_scored_pruned_and_measured(dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     net, pair = tiny.model("llama-gqa", dtype), tiny.tokenizer()
@@ -54,7 +46,7 @@ def test_a_model_in_memory_is_scored_pruned_and_measured(
     copied = headprune.from_pretrained(result.save_pretrained(tmp_path / "copy"))
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(copied(input_ids=ids).logits, small(input_ids=ids).logits)
-    how: dict[str, Any] = {"seq_len": 16, "speed": False, "dtype": torch.float32}
+    how = {"seq_len": 16, "speed": False, "dtype": torch.float32}
     report = headprune.evaluate((small, pair), data=texts(9), against=(net, pair), **how)
     on_disk = headprune.evaluate(tmp_path / "out", data=texts(9), against=(net, pair), **how)
     values = [{one.name: one.value for one in each.model.metrics} for each in (report, on_disk)]
@@ -62,7 +54,7 @@ def test_a_model_in_memory_is_scored_pruned_and_measured(
     assert not any((tmp_path / "tmp").iterdir())  # nothing stays behind
 
 
-def test_a_plan_may_be_a_mapping(tmp_path: Path) -> None:
+def test_a_plan_may_be_a_mapping(tmp_path):
     net = tiny.model("llama-gqa")
     first = attention_of(net)[0]
     net.config.name_or_path = ""
@@ -72,31 +64,31 @@ def test_a_plan_may_be_a_mapping(tmp_path: Path) -> None:
         headprune.evaluate(net, data=texts())
 
 
-def settings(net: PreTrainedModel) -> Any:
+def settings(net):
     """As a folder may hold them: transformers writes none that it finds at odds."""
     assert net.generation_config is not None
     net.generation_config.temperature = 0.3
     return net
 
 
-def _queries(net: PreTrainedModel) -> list[nn.Linear]:
+def _queries(net):
     return [layer.self_attn.q_proj for layer in net.model.layers]
 
 
-def shared(net: PreTrainedModel) -> Any:
+def shared(net):
     """Two layers with the same weights."""
     queries = _queries(net)
     queries[1].weight = queries[2].weight
     return net
 
 
-def tied(net: PreTrainedModel) -> Any:
+def tied(net):
     """As its config does not say."""
     net.lm_head.weight = net.model.embed_tokens.weight
     return net
 
 
-def overlapping(net: PreTrainedModel) -> Any:
+def overlapping(net):
     """Weights that are parts of one tensor, which they have in common."""
     queries = _queries(net)
     both = queries[0].weight.detach().clone()
@@ -104,27 +96,27 @@ def overlapping(net: PreTrainedModel) -> Any:
     return net
 
 
-def offloaded(net: PreTrainedModel) -> Any:
+def offloaded(net):
     """Weights on the meta device, which accelerate fills."""
     return cpu_offload(net, execution_device="cpu")
 
 
-def on_disk(net: PreTrainedModel) -> Any:
+def on_disk(net):
     """The same, from files."""
     return disk_offload(net, tempfile.mkdtemp(), execution_device="cpu")
 
 
-def compiled(net: PreTrainedModel) -> Any:
+def compiled(net):
     """In the wrapper of torch.compile."""
     return torch.compile(net, backend="eager")
 
 
-def parallel(net: PreTrainedModel) -> Any:
+def parallel(net):
     """In a wrapper for several devices."""
     return nn.DataParallel(net)
 
 
-def distributed(net: PreTrainedModel) -> Any:
+def distributed(net):
     """In the wrapper for several processes."""
     name = f"file://{tempfile.mkdtemp()}/store"
     torch.distributed.init_process_group("gloo", init_method=name, rank=0, world_size=1)
@@ -140,12 +132,7 @@ HELD = (settings, shared, tied, overlapping, offloaded, on_disk, compiled, paral
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", HELD, ids=lambda make: make.__name__)
-def test_any_model_in_memory_is_cut(
-    make: Callable[[PreTrainedModel], Any],
-    dtype: torch.dtype,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_any_model_in_memory_is_cut(make, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     net = tiny.untied(tiny.model("llama-gqa")).to(dtype).eval()
     given = make(net)
@@ -167,46 +154,46 @@ def test_any_model_in_memory_is_cut(
     assert apart[0] < close < apart[1] / 2
 
 
-def adapted(net: PreTrainedModel) -> Any:
+def adapted(net):
     """With an adapter of peft, in its wrapper."""
     return get_peft_model(net, LoraConfig(target_modules=["q_proj"]))
 
 
-def with_adapter(net: PreTrainedModel) -> Any:
+def with_adapter(net):
     """With one of its own."""
     net.add_adapter(LoraConfig(target_modules=["q_proj"]))
     return net
 
 
-def empty(net: PreTrainedModel) -> Any:
+def empty(net):
     """Without numbers."""
     return net.to("meta")
 
 
-def normed(net: PreTrainedModel) -> Any:
+def normed(net):
     """With a weight that torch computes from others, as in training."""
     weight_norm(_queries(net)[1])
     return net
 
 
-def spectral(net: PreTrainedModel) -> Any:
+def spectral(net):
     """The same, in the older form."""
     nn.utils.spectral_norm(_queries(net)[1])
     return net
 
 
-def masked(net: PreTrainedModel) -> Any:
+def masked(net):
     """With a mask of torch."""
     prune.l1_unstructured(_queries(net)[1], "weight", amount=0.3)
     return net
 
 
-def in_eight_bits(net: PreTrainedModel) -> Any:
+def in_eight_bits(net):
     """Without the bits to compute with."""
     return net.to(torch.float8_e4m3fn)
 
 
-def other(net: PreTrainedModel) -> Any:
+def other(net):
     """Another kind of module."""
     return nn.Sequential(net.lm_head)
 
@@ -227,17 +214,15 @@ def other(net: PreTrainedModel) -> Any:
 )
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
 @pytest.mark.parametrize("place", ["model", "against"])
-def test_a_model_in_memory_without_all_its_weights_is_refused(
-    make: Callable[[PreTrainedModel], Any], why: str, place: str, tmp_path: Path
-) -> None:
+def test_a_model_in_memory_without_all_its_weights_is_refused(make, why, place, tmp_path):
     pair = (tiny.model("llama-gqa"), tiny.tokenizer())
     given = {"model": pair, "against": pair, place: make(tiny.model("llama-gqa"))}
     with pytest.raises(HeadpruneError, match=why):
         headprune.evaluate(data=texts(), seq_len=16, speed=False, **given)
 
 
-def test_what_transformers_does_not_write_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any, **__: Any) -> None:
+def test_what_transformers_does_not_write_is_said(monkeypatch):
+    def fails(*_, **__):
         raise RuntimeError("no such thing.")
 
     net = tiny.model("llama-gqa")
@@ -247,26 +232,24 @@ def test_what_transformers_does_not_write_is_said(monkeypatch: pytest.MonkeyPatc
         headprune.inspect(net)
 
 
-def test_several_data_sets_are_domains(tmp_path: Path) -> None:
+def test_several_data_sets_are_domains(tmp_path):
     pair = (tiny.model("llama-gqa"), tiny.tokenizer())
     data = {"main": texts(), "other": texts(50)}
     report = headprune.evaluate(pair, data=data, seq_len=16, speed=False)
     assert {"perplexity", "perplexity[other]"} <= {one.name for one in report.model.metrics}
 
 
-def test_a_result_is_uploaded_as_it_lies_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, dict[str, Any]]] = []
+def test_a_result_is_uploaded_as_it_lies_there(tmp_path, monkeypatch):
+    calls = []
 
     class Api:
-        def __init__(self, token: str | None) -> None:
+        def __init__(self, token):
             calls.append(("token", {"token": token}))
 
-        def create_repo(self, repo_id: str, **options: Any) -> None:
+        def create_repo(self, repo_id, **options):
             calls.append((repo_id, options))
 
-        def upload_folder(self, **options: Any) -> SimpleNamespace:
+        def upload_folder(self, **options):
             calls.append(("upload", options))
             return SimpleNamespace()
 
@@ -279,10 +262,6 @@ def test_a_result_is_uploaded_as_it_lies_there(
         ("me/small", {"private": True, "exist_ok": True}),
         (
             "upload",
-            {
-                "repo_id": "me/small",
-                "folder_path": tmp_path / "out",
-                "commit_message": "Smaller",
-            },
+            {"repo_id": "me/small", "folder_path": tmp_path / "out", "commit_message": "Smaller"},
         ),
     ]

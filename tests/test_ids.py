@@ -1,12 +1,8 @@
 """Results know what they are: ids, what was done and by which evidence, and who measured what."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -32,12 +28,11 @@ from headprune.model.stored import id_of_model
 from headprune.planning.choose import CutRequest
 from headprune.regression.check import CheckReport, check
 from headprune.render.report import report
-from headprune.render.runs import ReportedRun
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune
 from headprune.result.verify import verify
 from headprune.schemas.gates import read_gates, read_metadata
-from headprune.schemas.manifest import Manifest, read_manifest
+from headprune.schemas.manifest import read_manifest
 from headprune.schemas.records import Evidence, Healing, Merging, Pruning
 from headprune.schemas.scores import read_scores
 from tests import tiny
@@ -48,7 +43,7 @@ LIMITS = ("perplexity <= 1e6",)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """One original, scored by one criterion, and cut to two sizes by these scores."""
     home = tmp_path_factory.mktemp("made")
     tiny.save(tiny.model("llama-gqa"), home / "base")
@@ -66,29 +61,29 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def home(made: Path, tmp_path: Path) -> Path:
+def home(made, tmp_path):
     """A copy of it, to be moved and damaged."""
     return Path(shutil.copytree(made, tmp_path / "home"))
 
 
-def text_of(home: Path) -> DataConfig:
+def text_of(home):
     return DataConfig(source=str(home / "text.txt"))
 
 
-def flip(file: Path) -> None:
+def flip(file):
     """Changes the last byte of a file: of safetensors, one of a weight."""
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
 
 
-def edit(file: Path, change: Callable[[Any], object]) -> None:
+def edit(file, change):
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))
 
 
-def evidence_of(manifest: Manifest) -> Evidence:
+def evidence_of(manifest):
     assert isinstance(manifest.done, Pruning)
     assert manifest.done.evidence is not None
     return manifest.done.evidence
@@ -97,7 +92,7 @@ def evidence_of(manifest: Manifest) -> Evidence:
 # Of models and results
 
 
-def test_an_id_is_of_content_and_not_of_place_or_time(home: Path, tmp_path: Path) -> None:
+def test_an_id_is_of_content_and_not_of_place_or_time(home, tmp_path):
     manifest = read_manifest(home / "half")
     assert manifest.id == manifest.digest() == id_of_model(home / "half")
     assert json.loads((home / "half" / "headprune.json").read_text())["id"] == manifest.id
@@ -113,7 +108,7 @@ def test_an_id_is_of_content_and_not_of_place_or_time(home: Path, tmp_path: Path
     assert read_manifest(home / "most").id != manifest.id
 
 
-def test_a_byte_of_the_weights_makes_another_model(home: Path, tmp_path: Path) -> None:
+def test_a_byte_of_the_weights_makes_another_model(home, tmp_path):
     before = {name: id_of_model(home / name) for name in ("base", "half")}
     shutil.copytree(home / "base", tmp_path / "base")
     assert id_of_model(tmp_path / "base") == before["base"]
@@ -134,7 +129,7 @@ def test_a_byte_of_the_weights_makes_another_model(home: Path, tmp_path: Path) -
     assert other.id != before["half"]
 
 
-def test_a_config_and_every_shard_count(home: Path) -> None:
+def test_a_config_and_every_shard_count(home):
     base = home / "base"
     whole = id_of_model(base)
     edit(base / "config.json", lambda config: config.update(rms_norm_eps=1e-3))
@@ -157,7 +152,7 @@ def test_a_config_and_every_shard_count(home: Path) -> None:
 # Of evidence
 
 
-def test_a_cut_knows_its_scores(home: Path) -> None:
+def test_a_cut_knows_its_scores(home):
     scores = read_scores(home / "scores")
     evidence = evidence_of(read_manifest(home / "half"))
     assert evidence == Evidence(
@@ -169,7 +164,7 @@ def test_a_cut_knows_its_scores(home: Path) -> None:
     )
 
 
-def test_ids_of_scores(home: Path, tmp_path: Path) -> None:
+def test_ids_of_scores(home, tmp_path):
     folder = home / "scores"
     before = read_scores(folder)
     assert before.metadata.id == before.id
@@ -187,7 +182,7 @@ def test_ids_of_scores(home: Path, tmp_path: Path) -> None:
         read_scores(folder)
 
 
-def test_a_cut_knows_its_gates(home: Path, tmp_path: Path) -> None:
+def test_a_cut_knows_its_gates(home, tmp_path):
     config = TrainGatesConfig(target_heads=0.5, steps=2, batch_size=2, seq_len=16, seed=3)
     train_gates(home / "base", text_of(home), tmp_path / "gates", config)
     trained = read_gates(tmp_path / "gates", read_metadata(tmp_path / "gates").model)
@@ -195,7 +190,7 @@ def test_a_cut_knows_its_gates(home: Path, tmp_path: Path) -> None:
     assert evidence_of(done) == Evidence(kind="gates", id=trained.id, seed=3)
     assert trained.metadata.id == trained.id
 
-    def now(folder: Path) -> str:
+    def now(folder):
         return read_gates(folder, trained.metadata.model).id
 
     moved = Path(shutil.move(tmp_path / "gates", tmp_path / "moved"))
@@ -212,7 +207,7 @@ def test_a_cut_knows_its_gates(home: Path, tmp_path: Path) -> None:
         now(moved)
 
 
-def test_a_chain_knows_its_parents(home: Path, tmp_path: Path) -> None:
+def test_a_chain_knows_its_parents(home, tmp_path):
     by = [MadeBy(command=name, options={}) for name in ("convert-gqa", "heal")]
     config = ConvertConfig(kv_heads=1)
     merged = convert_gqa(
@@ -235,7 +230,7 @@ def test_a_chain_knows_its_parents(home: Path, tmp_path: Path) -> None:
     assert (healing.teacher_id, healing.seed, healing.steps) == (base, 5, 1)
     assert read_manifest(healed.output).steps[:-1] == steps[:-1]
     # times stand in the history of a healing, and teachers may lie anywhere
-    facts: dict[str, Any] = {"files": {**healed.manifest.files, "heal.jsonl": "0" * 64}}
+    facts = {"files": {**healed.manifest.files, "heal.jsonl": "0" * 64}}
     facts["done"] = healing.model_copy(update={"teacher": "elsewhere"})
     assert healed.manifest.model_copy(update=facts).digest() == healed.manifest.id
     facts["done"] = healing.model_copy(update={"steps": 2})
@@ -245,7 +240,7 @@ def test_a_chain_knows_its_parents(home: Path, tmp_path: Path) -> None:
 # Of what was measured
 
 
-def test_an_evaluation_knows_what_it_measured(home: Path, tmp_path: Path) -> None:
+def test_an_evaluation_knows_what_it_measured(home, tmp_path):
     found = evaluate(home / "half", text_of(home), EVALUATE, against=home / "base")
     assert found.against is not None
     manifest = read_manifest(home / "half")
@@ -262,7 +257,7 @@ def test_an_evaluation_knows_what_it_measured(home: Path, tmp_path: Path) -> Non
     assert other.model.id not in (None, manifest.id)
 
 
-def test_a_check_knows_what_it_measured(home: Path) -> None:
+def test_a_check_knows_what_it_measured(home):
     config = CheckConfig(
         model=str(home / "half"),
         data=str(home / "text.txt"),
@@ -284,7 +279,7 @@ def test_a_check_knows_what_it_measured(home: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def measured(made: Path) -> dict[str, Report]:
+def measured(made):
     """Evaluations of both results."""
     return {
         name: evaluate(made / name, text_of(made), EVALUATE, against=made / "base")
@@ -292,7 +287,7 @@ def measured(made: Path) -> dict[str, Report]:
     }
 
 
-def scattered(made: Path, measured: dict[str, Report], place: Path) -> list[Path]:
+def scattered(made, measured, place):
     """Two results of the same name, and their evaluations in the folder of the other."""
     for name, other in (("half", "most"), ("most", "half")):
         shutil.copytree(made / name, place / name / "out")
@@ -300,13 +295,13 @@ def scattered(made: Path, measured: dict[str, Report], place: Path) -> list[Path
     return [place / "half", place / "most"]
 
 
-def perplexities(runs: tuple[ReportedRun, ...]) -> list[list[float]]:
+def perplexities(runs):
     return [[e.model.metrics[0].value for e in run.evaluations] for run in runs]
 
 
 def test_results_are_paired_with_their_evaluations_whatever_they_are_called(
-    made: Path, measured: dict[str, Report], tmp_path: Path
-) -> None:
+    made, measured, tmp_path
+):
     places = scattered(made, measured, tmp_path)
     wanted = [[measured[name].model.metrics[0].value] for name in ("half", "most")]
     assert wanted[0] != wanted[1]
@@ -327,7 +322,7 @@ def test_results_are_paired_with_their_evaluations_whatever_they_are_called(
     assert perplexities(runs) == [wanted[0], []]
 
 
-def test_scores_belong_to_what_they_chose(home: Path, tmp_path: Path) -> None:
+def test_scores_belong_to_what_they_chose(home, tmp_path):
     score(
         home / "base",
         tmp_path / "other",
@@ -344,7 +339,7 @@ def test_scores_belong_to_what_they_chose(home: Path, tmp_path: Path) -> None:
     assert run.head_map.evidence == "score magnitude"
 
 
-def test_the_page_tells_ids_and_the_command(home: Path, tmp_path: Path) -> None:
+def test_the_page_tells_ids_and_the_command(home, tmp_path):
     made_by = {"command": "prune", "options": {"keep": 0.5, "layout": "ragged", "plan": None}}
     edit(home / "half" / "headprune.json", lambda m: m.update(made_by=made_by))
     manifest = read_manifest(home / "half")
@@ -356,7 +351,7 @@ def test_the_page_tells_ids_and_the_command(home: Path, tmp_path: Path) -> None:
 # Damaged ones
 
 
-def test_verify_tells_when_the_record_was_edited(home: Path) -> None:
+def test_verify_tells_when_the_record_was_edited(home):
     assert verify(home / "half").passed
     edit(home / "half" / "headprune.json", lambda m: m["done"]["evidence"].update(keep=0.75))
     hashes = verify(home / "half").checks[0]
@@ -364,10 +359,10 @@ def test_verify_tells_when_the_record_was_edited(home: Path) -> None:
     assert "headprune.json was changed" in hashes.found
 
 
-def test_verify_tells_a_refit_from_trained_weights(home: Path, tmp_path: Path) -> None:
+def test_verify_tells_a_refit_from_trained_weights(home, tmp_path):
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"model.layers.0.self_attn": [0, 1]}))
-    options: dict[str, Any] = {"refit": text_of(home), "calibration": SMALL}
+    options = {"refit": text_of(home), "calibration": SMALL}
     prune(home / "base", tmp_path / "refitted", CutRequest(plan=plan), **options)
     told = str(verify(tmp_path / "refitted", against=home / "base").not_run)
     assert "its output projections were refitted on" in told and "trained" not in told

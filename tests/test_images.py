@@ -1,16 +1,11 @@
 """Labelled images, from folders, tables and data sets in memory."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, Features, Image, Value
 from PIL import Image as Pictures
-from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
+from transformers import ViTConfig, ViTForImageClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 import headprune
@@ -24,14 +19,14 @@ CLASSES = ("dark", "light")
 PROCESSOR = ViTImageProcessorPil(size={"height": 8, "width": 8})
 
 
-def picture(number: int) -> Pictures.Image:
+def picture(number):
     """Dark ones of even numbers, light ones of odd."""
     noise = np.random.default_rng(number).integers(0, 100, (8, 8), np.uint8)
     return Pictures.fromarray(noise + 150 * (number % 2))
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Path:
+def images(tmp_path):
     """A folder with a subfolder of 20 images per class."""
     for number in range(40):
         place = tmp_path / "images" / CLASSES[number % 2]
@@ -41,7 +36,7 @@ def images(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     """A model that tells dark from light."""
     torch.manual_seed(0)
     net = ViTForImageClassification(
@@ -67,19 +62,17 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def heads(net: PreTrainedModel) -> int:
+def heads(net):
     return sum(attention.query_heads for attention in attention_of(net))
 
 
-def accuracy(report: Any, side: str = "model") -> float:
+def accuracy(report, side="model"):
     (value,) = (m.value for m in getattr(report, side).metrics if m.name == "accuracy")
     return float(value)
 
 
-def test_a_model_of_images_is_scored_refitted_and_measured(
-    model: Path, images: Path, tmp_path: Path
-) -> None:
-    how: dict[str, Any] = {"calibration_tokens": 100}
+def test_a_model_of_images_is_scored_refitted_and_measured(model, images, tmp_path):
+    how = {"calibration_tokens": 100}
     scores = headprune.score(model, tmp_path / "scores", data=images, **how)
     assert scores.metadata.tokens == 4 * 25  # patches of 25 images
     out = tmp_path / "out"
@@ -100,10 +93,8 @@ def test_a_model_of_images_is_scored_refitted_and_measured(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gates_and_healing_learn_from_images(
-    dtype: str, model: Path, images: Path, tmp_path: Path
-) -> None:
-    small: dict[str, Any] = {"data": images, "steps": 4, "batch_size": 8}
+def test_gates_and_healing_learn_from_images(dtype, model, images, tmp_path):
+    small = {"data": images, "steps": 4, "batch_size": 8}
     headprune.train_gates(model, tmp_path / "gates", target_heads=2, dtype=dtype, **small)
     cut = headprune.prune(model, tmp_path / "cut", gates=tmp_path / "gates")
     assert heads(cut.model) == 2
@@ -112,23 +103,16 @@ def test_gates_and_healing_learn_from_images(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_encoder_of_images_is_compared_by_its_embeddings(
-    dtype: str, model: Path, images: Path, tmp_path: Path
-) -> None:
+def test_an_encoder_of_images_is_compared_by_its_embeddings(dtype, model, images, tmp_path):
     folder = tmp_path / "encoder"
     net = headprune.from_pretrained(model).vit
     for attention in attention_of(net):  # a loss of heads is to be seen
         attention.output_projection.weight.data.mul_(20)
     tiny.save(net, folder)
     PROCESSOR.save_pretrained(folder)
-    how: dict[str, Any] = {"data": images, "dtype": dtype, "calibration_tokens": 300}
+    how = {"data": images, "dtype": dtype, "calibration_tokens": 300}
     headprune.score(folder, tmp_path / "scores", criterion=["compensated", "gradient"], **how)
-    cut: dict[str, Any] = {
-        "keep": 0.5,
-        "layout": "ragged",
-        "criterion": "gradient",
-        "refit": "none",
-    }
+    cut = {"keep": 0.5, "layout": "ragged", "criterion": "gradient", "refit": "none"}
     headprune.prune(folder, tmp_path / "out", scores=tmp_path / "scores", **cut)
     likeness = []
     for out in (folder, tmp_path / "out"):
@@ -141,13 +125,10 @@ def test_an_encoder_of_images_is_compared_by_its_embeddings(
 
 
 @pytest.mark.parametrize("kind", ["folder", "parquet", "memory"])
-def test_images_are_the_same_from_everywhere(kind: str, images: Path, tmp_path: Path) -> None:
+def test_images_are_the_same_from_everywhere(kind, images, tmp_path):
     folder = read_images(DataConfig(source=str(images)))
     numbers = [n for first in range(2) for n in range(first, 40, 2)]
-    rows = {
-        "image": [picture(n) for n in numbers],
-        "label": [CLASSES[n % 2] for n in numbers],
-    }
+    rows = {"image": [picture(n) for n in numbers], "label": [CLASSES[n % 2] for n in numbers]}
     table = Dataset.from_dict(rows, Features({"image": Image(), "label": Value("string")}))
     source = images
     if kind == "parquet":
@@ -170,7 +151,7 @@ def test_images_are_the_same_from_everywhere(kind: str, images: Path, tmp_path: 
     assert len({value for _, value in of_labels[0]}) == 40
 
 
-def test_hidden_files_are_no_images(model: Path, images: Path) -> None:
+def test_hidden_files_are_no_images(model, images):
     before = read_images(DataConfig(source=str(images)))
     for place in (images / ".ipynb_checkpoints", images / "dark" / ".git", images / "__MACOSX"):
         place.mkdir()
@@ -183,7 +164,7 @@ def test_hidden_files_are_no_images(model: Path, images: Path) -> None:
     assert accuracy(headprune.evaluate(model, data=images)) == 40 / 41
 
 
-def test_a_list_of_images_has_the_labels_as_written(images: Path) -> None:
+def test_a_list_of_images_has_the_labels_as_written(images):
     files, labels = sorted(images.rglob("*.png")), ["NA", "007", "1.0", "None", "x"] * 8
     rows = [
         f"{file.relative_to(images)},{label}" for file, label in zip(files, labels, strict=True)
@@ -195,15 +176,15 @@ def test_a_list_of_images_has_the_labels_as_written(images: Path) -> None:
         assert read_images(DataConfig(source=str(images), label_column="kind")).labels
 
 
-def test_a_data_set_in_memory_is_measured(model: Path) -> None:
+def test_a_data_set_in_memory_is_measured(model):
     rows = {"image": [picture(n) for n in range(12)], "label": [CLASSES[n % 2] for n in range(12)]}
     table = Dataset.from_dict(rows, Features({"image": Image(), "label": Value("string")}))
     report = headprune.evaluate(model, data=table, label_column="label")
     assert accuracy(report) == 1 and report.model.metrics[0].n == 12
 
 
-def test_what_are_no_labelled_images_is_said(model: Path, images: Path, tmp_path: Path) -> None:
-    def refused(why: str, **data: Any) -> None:
+def test_what_are_no_labelled_images_is_said(model, images, tmp_path):
+    def refused(why, **data):
         with pytest.raises(HeadpruneError, match=why) as caught:
             headprune.evaluate(model, **data)
         assert "\n" not in str(caught.value)

@@ -1,16 +1,13 @@
 """What stands in files is never a command: to a terminal, to a CI runner, to a page."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.markup import escape
@@ -38,14 +35,14 @@ CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800-\udfff]")
 MEANT = "::error title=headprune check::"
 
 
-def assert_inert(text: str, *meant: str) -> None:
+def assert_inert(text, *meant):
     assert not CONTROLS.search(text), ascii(text)
     for line in text.split("\n"):
         if line not in meant:
             assert not line.lstrip().startswith("::") and "##[" not in line, ascii(text)
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+def run(capsys, *arguments):
     """As the executable does, with lines as they are."""
     try:
         return printed(capsys, *arguments)
@@ -56,7 +53,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A model, gates, a cut with its evaluation and its check, scores, a baseline."""
     home = tmp_path_factory.mktemp("place")
     text = home / "text.txt"
@@ -86,14 +83,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def poisoned(content: Any, how: str, keys: Sequence[str] = ()) -> Iterator[Any]:
+def poisoned(content, how, keys=()):
     """The content, each time with other texts in it replaced: all below one key, or all keys."""
     for key in keys or content:
         yield {**content, key: _all(content[key], how)}
     yield _keys(content, how)
 
 
-def _all(content: Any, how: str) -> Any:
+def _all(content, how):
     if isinstance(content, dict):  # beside a damaged id, no other text would be shown
         return {k: value if k == "id" else _all(value, how) for k, value in content.items()}
     if isinstance(content, list):
@@ -101,19 +98,16 @@ def _all(content: Any, how: str) -> Any:
     return f"{how}{content}" if isinstance(content, str) else content
 
 
-def _keys(content: Any, how: str) -> Any:
+def _keys(content, how):
     if isinstance(content, dict):
         return {f"{how}{key}": _keys(value, how) for key, value in content.items()}
     return content
 
 
 Command = Callable[[Path], tuple[object, ...]]
-FILES: dict[str, tuple[str, Command]] = {
+FILES = {
     "report": ("run/report.json", lambda h: ("report", h / "run", h / "o.html")),
-    "manifest": (
-        "run/small/headprune.json",
-        lambda h: ("report", h / "run", h / "o.html"),
-    ),
+    "manifest": ("run/small/headprune.json", lambda h: ("report", h / "run", h / "o.html")),
     "config": ("base/config.json", lambda h: ("inspect", h / "base")),
     "plan": (
         "run/small/plan.json",
@@ -142,13 +136,7 @@ SOME = {"baseline": ("subject", "data", "samples")}
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_no_text_of_a_file_is_a_command(
-    kind: str,
-    place: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_text_of_a_file_is_a_command(kind, place, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
     monkeypatch.chdir(tmp_path)
     home = shutil.copytree(place, tmp_path / "home")
@@ -173,8 +161,8 @@ def test_no_text_of_a_file_is_a_command(
 # --- warnings and bugs
 
 
-def test_a_warning_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
+def test_a_warning_is_no_command(capsys):
+    def command():
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn(START, stacklevel=1)
@@ -185,12 +173,8 @@ def test_a_warning_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "warning: ::stop-commands::x ::error::x" in captured.err
 
 
-def test_a_bug_is_shown_and_is_no_command(
-    place: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(*arguments: object) -> None:
+def test_a_bug_is_shown_and_is_no_command(place, capsys, monkeypatch):
+    def broken(*arguments):
         raise RuntimeError(START)
 
     monkeypatch.setattr("headprune.regression.check.check", broken)
@@ -207,7 +191,7 @@ def test_a_bug_is_shown_and_is_no_command(
     assert_inert(err)
 
 
-def test_on_a_terminal_only_styles_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_only_styles_are_left(monkeypatch):
     shown = io.StringIO()
     console = terminal._Console(file=shown, force_terminal=True, width=30)
     console.print(f"[bold]{escape(START)}[/] {escape(EVIL)}")
@@ -229,12 +213,7 @@ def test_on_a_terminal_only_styles_are_left(monkeypatch: pytest.MonkeyPatch) -> 
 # --- what is written for others
 
 
-def test_summaries_and_annotations_hold_no_controls(
-    place: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_summaries_and_annotations_hold_no_controls(place, tmp_path, capsys, monkeypatch):
     from headprune.commands.check import _notify, _show, _write
 
     found = CheckReport.model_validate_json((place / "run/check.json").read_text())
@@ -264,7 +243,7 @@ def test_summaries_and_annotations_hold_no_controls(
 # --- the pieces
 
 
-def test_json_says_the_same_and_is_safe() -> None:
+def test_json_says_the_same_and_is_safe():
     text = json.dumps({"a": [START, "ä■\U0001f600", "\u2028\ue000"]}, indent=2, ensure_ascii=False)
     assert json.loads(json_safe(text)) == json.loads(text)
     assert_inert(json_safe(text))
@@ -272,7 +251,7 @@ def test_json_says_the_same_and_is_safe() -> None:
 
 
 @pytest.mark.parametrize("text", [EVIL, START, "", "a" * 1_000, "::::", "##[##[", " \n ::x"])
-def test_pieces_of_text(text: str) -> None:
+def test_pieces_of_text(text):
     assert_inert(inert(text))
     assert inert(inert(text)) == inert(text)
     assert "\n" not in printable(text)
@@ -280,8 +259,8 @@ def test_pieces_of_text(text: str) -> None:
     assert not re.search("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", xml_safe(text))
 
 
-def test_a_refusal_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    def refuse() -> None:
+def test_a_refusal_is_one_line(capsys, tmp_path):
+    def refuse():
         raise HeadpruneError("asked\n" + "x" * 5_000 + "\ndo this")
 
     with pytest.raises(SystemExit):
@@ -295,9 +274,7 @@ def test_a_refusal_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         assert code == 2 and err.count("\n") == 1 and len(err) < 420, err
 
 
-def test_a_page_holds_no_controls_and_a_card_stays_in_its_blocks(
-    place: Path, tmp_path: Path
-) -> None:
+def test_a_page_holds_no_controls_and_a_card_stays_in_its_blocks(place, tmp_path):
     home = shutil.copytree(place / "run", tmp_path / "run")
     path = home / "small/plan.json"
     plan = json.loads(path.read_text())

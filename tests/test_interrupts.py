@@ -1,12 +1,8 @@
 """Ctrl-C at the worst moments, and a config that loads and cannot be written."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from pydantic_core import SchemaError
@@ -18,7 +14,7 @@ from tests import tiny
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def heard(monkeypatch):
     """Ctrl-C raises, also where the tests run in a shell's background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
@@ -27,8 +23,8 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heard")
-def test_an_interrupt_that_a_library_makes_another_error_of_is_one() -> None:
-    def command() -> None:
+def test_an_interrupt_that_a_library_makes_another_error_of_is_one():
+    def command():
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
@@ -41,15 +37,15 @@ def test_an_interrupt_that_a_library_makes_another_error_of_is_one() -> None:
 
 
 @pytest.mark.usefixtures("heard")
-def test_such_an_error_alone_is_a_bug() -> None:
-    def command() -> None:
+def test_such_an_error_alone_is_a_bug():
+    def command():
         raise SchemaError("Error building `model` validator:")
 
     with pytest.raises(SchemaError):
         terminal.run(command)
 
 
-def test_a_config_that_loads_and_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_config_that_loads_and_cannot_be_written_is_refused(tmp_path):
     tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
     config = tmp_path / "m" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"output_attentions": True}))

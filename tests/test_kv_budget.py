@@ -1,18 +1,13 @@
 """convert-gqa --kv-budget: what every layer keeps, merges or loses, within exactly the budget."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import PlanError
@@ -20,7 +15,6 @@ from headprune.model.attention import attention_of
 from headprune.model.heads import read_heads, write_heads
 from headprune.planning.choose import CutRequest
 from headprune.planning.kv_heads import Way, choose
-from headprune.result.convert_gqa import Converted, KvPreview
 from headprune.result.prune import prune
 from headprune.result.verify import verify
 from headprune.schemas.plan import AttentionPlan, Plan
@@ -33,24 +27,24 @@ CASES = tiny.present("llama-gqa", "gpt2", "bert-mlm", "bert-base", "bart", "t5",
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     (tmp_path / "text.txt").write_text(tiny.text(3000))
     return tmp_path
 
 
-def convert(model: Path, **options: Any) -> Any:
+def convert(model, **options):
     text = str(model.parent / "text.txt")
     settings = {"calibrate": text, "seq_len": 32, "calibration_tokens": 640, **options}
     return headprune.convert_gqa(str(model), **settings)
 
 
-def planted(folder: Path, noise: float = 0.0) -> Path:
+def planted(folder, noise=0.0):
     """A model whose layer 1 has equal KV heads, and whose layer 2 writes nothing."""
     model = tiny.model("llama-gqa")
     generator = torch.Generator().manual_seed(0)
     same, silent = attention_of(model)[1:3]
 
-    def noisy(x: torch.Tensor) -> torch.Tensor:
+    def noisy(x):
         return x + noise * torch.randn(x.shape, generator=generator)
 
     heads = read_heads(same)
@@ -66,11 +60,11 @@ def planted(folder: Path, noise: float = 0.0) -> Path:
     return folder / "model"
 
 
-def ways_of(result: KvPreview) -> list[str]:
+def ways_of(result):
     return [way.said for way in result.planned.chosen.values()]
 
 
-def test_what_costs_nothing_goes_first(folder: Path) -> None:
+def test_what_costs_nothing_goes_first(folder):
     model = planted(folder)
     found = convert(model, kv_budget=7 / 12, dry_run=True)
     assert ways_of(found) == ["3 kept", "3 merged to 1", "no attention", "3 kept"]
@@ -82,7 +76,7 @@ def test_what_costs_nothing_goes_first(folder: Path) -> None:
     assert other.planned.cost > 1e-3 * max(map(max, costs))
 
 
-def test_a_layer_of_two_equal_kv_heads_loses_one_of_them(folder: Path) -> None:
+def test_a_layer_of_two_equal_kv_heads_loses_one_of_them(folder):
     """The others take over what a KV head says that another says as well."""
     model = tiny.model("llama-gqa")
     attention = attention_of(model)[0]
@@ -102,9 +96,9 @@ def test_a_layer_of_two_equal_kv_heads_loses_one_of_them(folder: Path) -> None:
 
 @pytest.mark.parametrize("case", slow_unless({"llama-gqa", "gpt2"}.__contains__, CASES))
 @pytest.mark.parametrize("share", slow_unless((0.25).__eq__, [0.75, 0.25]))
-def test_a_budget_is_met_exactly_and_proven(case: str, share: float, folder: Path) -> None:
+def test_a_budget_is_met_exactly_and_proven(case, share, folder):
     tiny.save(tiny.model(case), folder / "model")
-    result: Converted = convert(folder / "model", kv_budget=share, output=str(folder / "out"))
+    result = convert(folder / "model", kv_budget=share, output=str(folder / "out"))
     before, after = result.pruned.manifest.kv_heads
     assert after == round(share * before)
     model = headprune.from_pretrained(folder / "out")
@@ -118,7 +112,7 @@ def test_a_budget_is_met_exactly_and_proven(case: str, share: float, folder: Pat
 
 
 @pytest.mark.parametrize("layout", ["per-layer", "ragged"])
-def test_the_dry_run_is_what_the_conversion_does(layout: str, folder: Path) -> None:
+def test_the_dry_run_is_what_the_conversion_does(layout, folder):
     tiny.save(tiny.model("llama-gqa"), folder / "model")
     some = {"kv_budget": 0.5, "layout": layout}
     shown = convert(folder / "model", **some, dry_run=True)
@@ -136,7 +130,7 @@ def test_the_dry_run_is_what_the_conversion_does(layout: str, folder: Path) -> N
         }
 
 
-def test_what_leaves_nothing_to_choose_is_not_shown(folder: Path) -> None:
+def test_what_leaves_nothing_to_choose_is_not_shown(folder):
     tiny.save(tiny.model("llama-gqa"), folder / "model")
     with pytest.raises(PlanError, match="give --kv-budget and --calibrate"):
         convert(folder / "model", kv_budget=0.5, merge="lowrank", dry_run=True)
@@ -144,7 +138,7 @@ def test_what_leaves_nothing_to_choose_is_not_shown(folder: Path) -> None:
         convert(folder / "model", kv_heads=1, dry_run=True)
 
 
-def test_a_plan_that_only_removes_is_one_that_prune_takes(folder: Path) -> None:
+def test_a_plan_that_only_removes_is_one_that_prune_takes(folder):
     """The two commands share the plan; what merges is refused by the one that cannot."""
     model = planted(folder)
     shown = convert(model, kv_budget=9 / 12, dry_run=True)
@@ -155,7 +149,7 @@ def test_a_plan_that_only_removes_is_one_that_prune_takes(folder: Path) -> None:
         prune(model, folder / "no", CutRequest(plan=merging.plan))
 
 
-def test_cut_models_meet_a_budget_too(folder: Path) -> None:
+def test_cut_models_meet_a_budget_too(folder):
     tiny.save(tiny.model("llama-gqa"), folder / "model")
     parts = {}
     for layer, a in enumerate(attention_of(headprune.from_pretrained(folder / "model"))):
@@ -171,7 +165,7 @@ def test_cut_models_meet_a_budget_too(folder: Path) -> None:
     assert verify(folder / "out").passed
 
 
-def test_no_kv_head_at_all_is_no_budget(folder: Path) -> None:
+def test_no_kv_head_at_all_is_no_budget(folder):
     tiny.save(tiny.model("llama-gqa"), folder / "model")
     with pytest.raises(PlanError, match="keeps none of 12 KV heads; the least is one, 0.083"):
         convert(folder / "model", kv_budget=0.01, dry_run=True)
@@ -183,7 +177,7 @@ def test_no_kv_head_at_all_is_no_budget(folder: Path) -> None:
     ),
     st.integers(0, 12),
 )
-def test_the_programme_is_as_good_as_force(costs: list[dict[int, float]], budget: int) -> None:
+def test_the_programme_is_as_good_as_force(costs, budget):
     totals = {
         choice: sum(c[n] for c, n in zip(costs, choice, strict=True))
         for choice in itertools.product(*costs)
@@ -198,7 +192,7 @@ def test_the_programme_is_as_good_as_force(costs: list[dict[int, float]], budget
             exactly(costs, budget)
 
 
-def test_a_budget_that_nothing_meets_names_the_nearest() -> None:
+def test_a_budget_that_nothing_meets_names_the_nearest():
     ways = {
         path: [Way((0, 1, 2), ((0,), (1,), (2,)), 0.0), Way((0, 1, 2), ((0, 1, 2),), 1.0)]
         for path in ("a", "b")
@@ -208,7 +202,7 @@ def test_a_budget_that_nothing_meets_names_the_nearest() -> None:
         choose(ways, 3, "--kv-budget 0.5")
 
 
-def test_of_ways_to_one_number_the_cheapest_counts() -> None:
+def test_of_ways_to_one_number_the_cheapest_counts():
     removed, merged = Way((0,), ((0,),), 2.0), Way((0, 1), ((0, 1),), 1.0)
     whole = Way((0, 1), ((0,), (1,)), 0.0)
     assert choose({"a": [whole, removed, merged]}, 1, "x").chosen["a"] is merged
@@ -216,15 +210,15 @@ def test_of_ways_to_one_number_the_cheapest_counts() -> None:
     assert choose({"a": [whole, cheaper, merged]}, 1, "x").chosen["a"] is cheaper
 
 
-def test_measuring_leaves_the_weights_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_leaves_the_weights_alone(folder, monkeypatch):
     """A conversion that is proven against weights that the measuring has changed proves nothing."""
     from headprune.result import opened
 
     tiny.save(tiny.model("llama-gqa"), folder / "model")
-    seen: list[tuple[PreTrainedModel, dict[str, torch.Tensor]]] = []
+    seen = []
     plan = opened.plan_kv_heads
 
-    def spied(model: PreTrainedModel, *arguments: Any) -> Any:
+    def spied(model, *arguments):
         seen.append((model, {name: p.clone() for name, p in model.named_parameters()}))
         return plan(model, *arguments)
 

@@ -1,11 +1,5 @@
 """The last words of passages: how they are cut from text, and which of them are predicted."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +12,7 @@ from headprune.data.read import read_examples
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import evaluate as evaluation
 from headprune.evaluation.evaluate import evaluate
-from headprune.evaluation.metrics import Floats, Samples
+from headprune.evaluation.metrics import Samples
 from headprune.evaluation.probes import last_words
 from headprune.evidence.recall import needed
 from headprune.model.answers import answered
@@ -29,13 +23,13 @@ from tests import tiny
 LETTERS = [f"{a}{b}{c}d" for a in "bcdf" for b in "aeio" for c in "lmnr"][: tiny.WORDS]
 
 
-def sentence(seed: int, words: int = 20) -> str:
+def sentence(seed, words=20):
     """A sentence of words of four letters."""
     drawn = np.random.default_rng(seed).choice(LETTERS, words)
     return f"The {' '.join(drawn)}."
 
 
-def tokenizer() -> Any:
+def tokenizer():
     """A word-level tokenizer that knows the words of ``sentence``."""
     known = [*tiny.SPECIAL[:5], *LETTERS]
     words = Tokenizer(
@@ -45,13 +39,13 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<pad>")
 
 
-def columns(model: Any, words: Any, given: Sequence[Passage], size: int = 4) -> dict[str, Floats]:
+def columns(model, words, given, size=4):
     """What a model makes of passages."""
     prompts = last_words(given, words, most_tokens(model, words))
     return {"last_word_hits": answered(model, prompts, size)}
 
 
-def test_passages_are_whole_sentences_without_their_last_word() -> None:
+def test_passages_are_whole_sentences_without_their_last_word():
     text = [sentence(number) for number in range(6)]
     first, second = passages(text, 10)
     assert first.context + f" {first.word}." == " ".join(text[:3])  # 63 words: 42 are too few
@@ -60,7 +54,7 @@ def test_passages_are_whole_sentences_without_their_last_word() -> None:
     assert joined == (first, second)  # rows do not matter
 
 
-def test_passages_may_end_inside_their_last_sentence() -> None:
+def test_passages_may_end_inside_their_last_sentence():
     text = [sentence(number) for number in range(3)]
     inside = passages(text, 100, inside=True)
     last = text[2].rstrip(".").split()
@@ -80,7 +74,7 @@ def test_passages_may_end_inside_their_last_sentence() -> None:
 
 
 @pytest.mark.parametrize("line", ["", "  ", "# Title", "= Title ="])
-def test_blank_lines_and_headings_separate(line: str) -> None:
+def test_blank_lines_and_headings_separate(line):
     text = [sentence(number) for number in range(3)]
     assert len(passages(text, 10)) == 1
     assert passages([*text[:2], line, text[2]], 10) == ()
@@ -99,33 +93,33 @@ def test_blank_lines_and_headings_separate(line: str) -> None:
         ("by the river", None),  # no end
     ],
 )
-def test_words_that_count(end: str, word: str | None) -> None:
+def test_words_that_count(end, word):
     found = passages([f"{sentence(0, 60)[:-1]} {end}"], 10)
     assert [one.word for one in found] == ([] if word is None else [word])
 
 
-def test_sentences_that_are_too_long_are_left_out() -> None:
+def test_sentences_that_are_too_long_are_left_out():
     assert len(passages([sentence(0, 148)], 10)) == 1
     assert passages([sentence(0, 150)], 10) == ()
     after = passages([sentence(0, 200), sentence(1, 60)], 10)
     assert [f"{one.context} {one.word}." for one in after] == [sentence(1, 60)]
 
 
-def test_words_that_were_seen_are_told() -> None:
+def test_words_that_were_seen_are_told():
     end = "and so it went to the River."
     assert not passages([f"{sentence(0, 60)[:-1]} {end}"], 1)[0].seen
     assert passages([f"the river was {sentence(0, 60)[:-1]} {end}"], 1)[0].seen
     assert not passages([f"the rivers were {sentence(0, 60)[:-1]} {end}"], 1)[0].seen
 
 
-def test_some_of_many_are_spread_evenly() -> None:
+def test_some_of_many_are_spread_evenly():
     text = [sentence(number, 60) for number in range(100)]
     all_of_them = passages(text, 1000)
     assert len(all_of_them) == 100
     assert passages(text, 4) == tuple(all_of_them[place] for place in (0, 33, 66, 99))
 
 
-def test_text_files_are_read_across_pieces(tmp_path: Path) -> None:
+def test_text_files_are_read_across_pieces(tmp_path):
     text = [sentence(number, 60) for number in range(5_000)]
     (tmp_path / "a.txt").write_text("\n".join(text))
     examples = read_examples(DataConfig(source=str(tmp_path / "a.txt")))
@@ -134,7 +128,7 @@ def test_text_files_are_read_across_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bloom", "opt", "gemma2", "cohere", "mpt"])
-def test_logits_at_some_tokens_are_those_of_all(case: str) -> None:
+def test_logits_at_some_tokens_are_those_of_all(case):
     model = tiny.model(case)
     ids = torch.randint(5, tiny.VOCAB, (3, 9), generator=torch.Generator().manual_seed(0))
     places = torch.tensor([[1, 4], [7, 0], [3, 3]])
@@ -149,7 +143,7 @@ def test_logits_at_some_tokens_are_those_of_all(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
-def test_hits_do_not_depend_on_batch_size_or_padding(case: str) -> None:
+def test_hits_do_not_depend_on_batch_size_or_padding(case):
     model, words = tiny.model(case), tokenizer()
     given, wanted = [], []
     for number in range(11):
@@ -164,14 +158,14 @@ def test_hits_do_not_depend_on_batch_size_or_padding(case: str) -> None:
     assert found.value("last_word_accuracy") == pytest.approx(4 / 11)
 
 
-def likeliest(model: Any, words: Any, context: str, rank: int) -> str:
+def likeliest(model, words, context, rank):
     """The word of a rank that a model puts after a context."""
     with torch.no_grad():
         logits = model(**words(context, return_tensors="pt")).logits[0, -1]
     return str(words.convert_ids_to_tokens(int(logits.argsort(descending=True)[rank])))
 
 
-def test_every_token_of_a_word_must_be_the_likeliest() -> None:
+def test_every_token_of_a_word_must_be_the_likeliest():
     model, words = tiny.model("llama-gqa"), split()
     context = sentence(0, 30)[:-1]
     first = likeliest(model, words, context, 0)
@@ -183,14 +177,14 @@ def test_every_token_of_a_word_must_be_the_likeliest() -> None:
     assert found["last_word_hits"].tolist() == [1, 0, 0]
 
 
-def split() -> Any:
+def split():
     """A tokenizer that makes several tokens of a word with slashes."""
     words = tokenizer()
     words.backend_tokenizer.normalizer = normalizers.Replace("/", " ")
     return words
 
 
-def test_what_is_longer_than_the_model_takes_is_left_out() -> None:
+def test_what_is_longer_than_the_model_takes_is_left_out():
     model, words = tiny.model("llama-gqa"), tokenizer()
     long = Passage(sentence(0, 128)[:-1], LETTERS[0], False)  # of 128 positions
     short = Passage(sentence(0, 60)[:-1], LETTERS[0], False)
@@ -198,7 +192,7 @@ def test_what_is_longer_than_the_model_takes_is_left_out() -> None:
     assert last_words([long], words, most_tokens(model, words)) == ()
 
 
-def test_an_evaluation_says_which_last_words_are_predicted(tmp_path: Path) -> None:
+def test_an_evaluation_says_which_last_words_are_predicted(tmp_path):
     model = tiny.model("llama-gqa")
     model.save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
@@ -222,7 +216,7 @@ def test_an_evaluation_says_which_last_words_are_predicted(tmp_path: Path) -> No
     assert "last_words" not in none.provenance.settings
 
 
-def test_both_models_read_the_passages_that_the_shorter_one_takes(tmp_path: Path) -> None:
+def test_both_models_read_the_passages_that_the_shorter_one_takes(tmp_path):
     model = tiny.model("llama-gqa")
     for name, most in (("long", 128), ("short", 80)):
         model.config.max_position_embeddings = most
@@ -239,9 +233,7 @@ def test_both_models_read_the_passages_that_the_shorter_one_takes(tmp_path: Path
         assert gap["last_word_accuracy"].estimate == 0  # their weights are the same
 
 
-def test_unequal_numbers_of_windows_are_not_paired(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unequal_numbers_of_windows_are_not_paired(tmp_path, monkeypatch):
     folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     tokenizer().save_pretrained(folder)
     text = [sentence(number, 60) for number in range(5)]
@@ -255,7 +247,7 @@ def test_unequal_numbers_of_windows_are_not_paired(
         evaluate(folder, data, config, folder)
 
 
-def test_passage_words_stand_earlier_but_not_in_their_own_sentence() -> None:
+def test_passage_words_stand_earlier_but_not_in_their_own_sentence():
     filler = sentence(0, 45)
     told = f"the river was {filler} And so it went to the River."
     assert passages([told], 1, lambda one: one.told_before)[0].sentence == "And so it went to the"
@@ -264,9 +256,9 @@ def test_passage_words_stand_earlier_but_not_in_their_own_sentence() -> None:
         assert not passages([other], 1, lambda one: one.told_before)
 
 
-def passage_text(model: Any, words: Any, count: int) -> list[str]:
+def passage_text(model, words, count):
     """Passages whose last word the model predicts after them, and which stands in them before."""
-    found: list[str] = []
+    found = []
     for seed in range(2000):
         first, last = sentence(2 * seed, 45), sentence(2 * seed + 1, 4)[:-1]
         word = likeliest(model, words, f"{first} {last}", 0)
@@ -277,9 +269,7 @@ def passage_text(model: Any, words: Any, count: int) -> list[str]:
     raise AssertionError(f"only {len(found)} passages")
 
 
-def test_an_evaluation_says_which_words_of_the_passage_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_says_which_words_of_the_passage_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "FEWEST", 5)
     model, words = tiny.model("llama-gqa"), tokenizer()
     text = passage_text(model, words, 24)
@@ -307,9 +297,7 @@ def test_an_evaluation_says_which_words_of_the_passage_are_kept(
 
 
 @pytest.mark.parametrize(("fewest", "count"), [(50, "at most 12"), (12, r"\d+")])
-def test_too_few_words_of_the_passage_are_said_and_left_out(
-    fewest: int, count: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_few_words_of_the_passage_are_said_and_left_out(fewest, count, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "FEWEST", fewest)
     model, words = tiny.model("llama-gqa"), tokenizer()
     (tmp_path / "text.txt").write_text("\n".join(passage_text(model, words, 12)))

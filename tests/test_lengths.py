@@ -1,10 +1,6 @@
 """The length of sequences: what was asked for, or what the model takes, and then a warning."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ from transformers import (
     LongformerModel,
     NystromformerConfig,
     NystromformerModel,
-    PreTrainedModel,
 )
 
 from headprune import processes
@@ -49,7 +44,7 @@ TABLES = {
     "mpt": {"max_seq_len": 24},
 }
 # classes of which headprune has no row, some without tiny sizes of their own
-OTHERS: dict[str, Any] = {
+OTHERS = {
     "longformer": (LongformerModel, LongformerConfig, {**POSITIONS, "attention_window": [4] * 2}),
     "nystromformer": (NystromformerModel, NystromformerConfig, POSITIONS),
     "led": (
@@ -69,16 +64,15 @@ SMALL = {
 }
 
 
-def of_class(name: str) -> PreTrainedModel:
+def of_class(name):
     if name not in OTHERS:
         return tiny.model(name, **TABLES[name])
     cls, config, settings = OTHERS[name]
     known = {key: value for key, value in SMALL.items() if hasattr(config(), key)}
-    net: PreTrainedModel = cls(config(**known, **settings)).eval()
-    return net
+    return cls(config(**known, **settings)).eval()
 
 
-def longest_run(net: PreTrainedModel, side: str) -> int:
+def longest_run(net, side):
     """The longest input that transformers runs, on a side of the model."""
     two = net.config.is_encoder_decoder
     for length in range(14, 30):
@@ -94,7 +88,7 @@ def longest_run(net: PreTrainedModel, side: str) -> int:
 
 
 @pytest.mark.parametrize("name", [*TABLES, *OTHERS])
-def test_the_limit_is_the_longest_input_that_runs(name: str) -> None:
+def test_the_limit_is_the_longest_input_that_runs(name):
     net = of_class(name)
     for side in ("encoder", "decoder") if net.config.is_encoder_decoder else ("decoder",):
         assert most_tokens(net, sides=[side]) == longest_run(net, side)
@@ -102,17 +96,9 @@ def test_the_limit_is_the_longest_input_that_runs(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("positions", "limit", "most"),
-    [
-        (128, NO_LIMIT, 128),
-        (128, 100, 100),
-        (None, 512, 512),
-        (128, None, 128),
-        (None, None, None),
-    ],
+    [(128, NO_LIMIT, 128), (128, 100, 100), (None, 512, 512), (128, None, 128), (None, None, None)],
 )
-def test_the_smaller_of_what_model_and_tokenizer_say(
-    positions: int | None, limit: int | None, most: int | None
-) -> None:
+def test_the_smaller_of_what_model_and_tokenizer_say(positions, limit, most):
     net = tiny.model("t5" if positions is None else "llama-mha")
     of = SimpleNamespace(model_max_length=limit)
     assert most_tokens(net, of) == most
@@ -123,7 +109,7 @@ def test_the_smaller_of_what_model_and_tokenizer_say(
             assert usable_length(net, of, most + 1) == most
 
 
-def test_beyond_its_positions_a_model_fails() -> None:
+def test_beyond_its_positions_a_model_fails():
     model = tiny.model("gpt2")
     model(torch.zeros(1, LONGEST, dtype=torch.long))
     with pytest.raises(IndexError):
@@ -140,9 +126,7 @@ def test_beyond_its_positions_a_model_fails() -> None:
     ],
     ids=["train-gates", "heal", "calibration"],
 )
-def test_training_cuts_sequences_with_a_word(
-    case: str, config: TrainGatesConfig | HealConfig | CalibrationConfig, text_file: Path
-) -> None:
+def test_training_cuts_sequences_with_a_word(case, config, text_file):
     model, of, data = tiny.model(case), tiny.tokenizer(), DataConfig(source=str(text_file))
     with pytest.warns(HeadpruneWarning, match=f"cut at {LONGEST}"):
         read = batches(Objective.DISTILL, model, of, data, config)
@@ -160,14 +144,7 @@ def test_training_cuts_sequences_with_a_word(
         (4_096, 3_000, 1, (64, 5)),  # little text
     ],
 )
-def test_a_step_of_healing_has_1024_tokens(
-    positions: int,
-    words: int,
-    count: int,
-    sizes: tuple[int, int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_of_healing_has_1024_tokens(positions, words, count, sizes, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "count", lambda: count)
     model, data = tiny.model("llama-mha"), DataConfig(source=str(tmp_path / "text.txt"))
     model.config.max_position_embeddings = positions
@@ -176,7 +153,7 @@ def test_a_step_of_healing_has_1024_tokens(
     assert (len(read.rows[0]["input_ids"]), read.of_step) == sizes
 
 
-def test_calibration_cuts_sequences_with_a_word(text_file: Path) -> None:
+def test_calibration_cuts_sequences_with_a_word(text_file):
     net, of, data = tiny.model("gpt2"), tiny.tokenizer(), DataConfig(source=str(text_file))
     with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):
         text = calibration(net, of, data, CalibrationConfig(), "score")
@@ -193,9 +170,7 @@ LATER = {"tasks", "needle", "needle_lengths", "needle_trials", "metrics", "max_n
 
 
 @pytest.mark.parametrize("case", ["gpt2", "bert-mlm"])
-def test_a_report_names_the_length_that_was_used(
-    case: str, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_report_names_the_length_that_was_used(case, text_file, tmp_path):
     folder = tiny.save(tiny.model(case), tmp_path / "model")
     data = DataConfig(source=str(text_file))
     with pytest.warns(HeadpruneWarning, match=f"of 512 tokens .* cut at {LONGEST}"):

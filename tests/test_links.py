@@ -1,17 +1,13 @@
 """Links in folders: those of a model lead to its own files, and nothing is written through one."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
 from safetensors.torch import load_file
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 import headprune
 from headprune.errors import CheckpointError
@@ -22,13 +18,13 @@ SECRET = "the key of the user"
 PLAN = {"model.layers.0.self_attn": [0, 1]}
 
 
-def _named(net: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def _named(net, folder):
     net.config.name_or_path = str(folder)
     return net
 
 
 # whether a command reads a model first, or another one
-READS: dict[str, Callable[[Any, Any, Any], Any]] = {
+READS = {
     "attention": lambda m, out, text: headprune.attention(m, out / "o.html", text="w1 w2"),
     "check": lambda m, out, text: headprune.check(m, data=text, limits="perplexity <= 9"),
     "check against": lambda m, out, text: headprune.check(
@@ -69,7 +65,7 @@ READS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cut(tmp_path_factory):
     """A result of headprune, which every command takes."""
     home = tmp_path_factory.mktemp("cut")
     tiny.save(tiny.model("llama-mha"), home / "llama")
@@ -78,14 +74,14 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wanted(cut: Path) -> Path:
+def wanted(cut):
     """Its own cut."""
     headprune.prune(cut, cut.with_name("wanted"), plan=PLAN)
     return cut.with_name("wanted")
 
 
 @pytest.fixture
-def home(cut: Path, tmp_path: Path) -> Path:
+def home(cut, tmp_path):
     """Two copies of it, good and bad, with a file of the user and his text."""
     (tmp_path / "secret").write_text(SECRET)
     (tmp_path / "text.txt").write_text(tiny.text(400))
@@ -94,7 +90,7 @@ def home(cut: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def contents(folder: Path) -> dict[str, bytes | None]:
+def contents(folder):
     """All files of a folder, and its links by name."""
     return {
         str(path.relative_to(folder)): None if path.is_symlink() else path.read_bytes()
@@ -104,7 +100,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.mark.parametrize("name", READS)
-def test_no_command_reads_a_model_with_a_link_to_a_file_of_the_user(name: str, home: Path) -> None:
+def test_no_command_reads_a_model_with_a_link_to_a_file_of_the_user(name, home):
     (home / "bad" / "LICENSE").symlink_to(home / "secret")
     before = contents(home)
     with pytest.raises(CheckpointError, match=r"'LICENSE' in '.*bad' is a link to '.*secret'"):
@@ -112,11 +108,11 @@ def test_no_command_reads_a_model_with_a_link_to_a_file_of_the_user(name: str, h
     assert contents(home) == before
 
 
-def test_all_commands_that_read_a_model_are_tried() -> None:
+def test_all_commands_that_read_a_model_are_tried():
     assert {*headprune._COMMANDS} <= {*READS, "families"}
 
 
-def _linked(link: Path, to: str | Path) -> None:
+def _linked(link, to):
     shutil.rmtree(link) if link.is_dir() else link.unlink(missing_ok=True)
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(to)
@@ -132,7 +128,7 @@ def _linked(link: Path, to: str | Path) -> None:
     ],
 )
 @pytest.mark.parametrize("how", ["absolute", "relative", "two links", "broken", "circle"])
-def test_a_link_that_leaves_a_model_is_refused_by_name(name: str, how: str, home: Path) -> None:
+def test_a_link_that_leaves_a_model_is_refused_by_name(name, how, home):
     folder = home / "bad"
     there = home / "good" / name if (home / "good" / name).exists() else home / "secret"
     to = {
@@ -152,7 +148,7 @@ def test_a_link_that_leaves_a_model_is_refused_by_name(name: str, how: str, home
     assert not (home / "out").exists()
 
 
-def test_the_address_of_a_clone_is_no_part_of_a_model(home: Path) -> None:
+def test_the_address_of_a_clone_is_no_part_of_a_model(home):
     (home / "bad" / ".git").mkdir()
     (home / "bad" / ".git" / "config").write_text("url = https://user:password@hub/model")
     headprune.prune(home / "bad", home / "out", plan=PLAN)
@@ -164,7 +160,7 @@ def test_the_address_of_a_clone_is_no_part_of_a_model(home: Path) -> None:
 # ------------------------------------------------------------- links of a model
 
 
-def cached(folder: Path, hub: Path, name: str = "models--me--llama") -> Path:
+def cached(folder, hub, name="models--me--llama"):
     """A snapshot in the cache of the hub, as huggingface_hub makes it, of the files of a folder."""
     snapshot, blobs = hub / name / "snapshots" / "1", hub / name / "blobs"
     blobs.mkdir(parents=True)
@@ -177,7 +173,7 @@ def cached(folder: Path, hub: Path, name: str = "models--me--llama") -> Path:
     return snapshot
 
 
-def with_links_inside(folder: Path, home: Path) -> Path:
+def with_links_inside(folder, home):
     """A folder whose files are links to others of it."""
     (folder / "kept" / "deep").mkdir(parents=True)
     for file in [file for file in folder.iterdir() if file.is_file()]:
@@ -188,13 +184,13 @@ def with_links_inside(folder: Path, home: Path) -> Path:
     return folder
 
 
-def by_a_link(folder: Path, home: Path) -> Path:
+def by_a_link(folder, home):
     """A link to a folder."""
     (home / "link").symlink_to("bad")
     return home / "link"
 
 
-def in_a_linked_cache(folder: Path, home: Path) -> Path:
+def in_a_linked_cache(folder, home):
     """A model in a folder of a repository, in a cache on another disk."""
     snapshot = cached(folder.parent / "bad", home / "disk")
     (home / "cache").symlink_to("disk")
@@ -202,9 +198,7 @@ def in_a_linked_cache(folder: Path, home: Path) -> Path:
 
 
 @pytest.mark.parametrize("how", [cached, with_links_inside, by_a_link, in_a_linked_cache])
-def test_links_to_files_of_the_model_are_followed(
-    how: Callable[[Path, Path], Path], home: Path, wanted: Path
-) -> None:
+def test_links_to_files_of_the_model_are_followed(how, home, wanted):
     folder = home / "bad"
     (folder / "LICENSE").write_text("You may.")
     (folder / "custom_generate").mkdir()
@@ -221,7 +215,7 @@ def test_links_to_files_of_the_model_are_followed(
 
 
 @pytest.mark.parametrize("how", ["of another repository", "blobs is a link", "a blob is a link"])
-def test_the_cache_of_the_hub_leads_to_blobs_of_the_same_repository(how: str, home: Path) -> None:
+def test_the_cache_of_the_hub_leads_to_blobs_of_the_same_repository(how, home):
     snapshot = cached(home / "good", home / "hub")
     blobs = snapshot.parents[1] / "blobs"
     license, secret = snapshot / "LICENSE", home / "hub" / "models--my--own" / "blobs" / "secret"
@@ -240,10 +234,8 @@ def test_the_cache_of_the_hub_leads_to_blobs_of_the_same_repository(how: str, ho
         headprune.prune(snapshot, home / "out", plan=PLAN)
 
 
-def test_results_with_links_are_neither_copied_nor_published(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
+def test_results_with_links_are_neither_copied_nor_published(home, monkeypatch):
+    asked = []
     for name in ("create_repo", "upload_folder"):
         monkeypatch.setattr(
             huggingface_hub.HfApi, name, lambda self, *a, name=name, **k: asked.append(name)
@@ -258,7 +250,7 @@ def test_results_with_links_are_neither_copied_nor_published(
     assert len(asked) == 2 and not (home / "there").exists()
 
 
-def test_a_tokenizer_alone_is_not_read_through_a_link(home: Path) -> None:
+def test_a_tokenizer_alone_is_not_read_through_a_link(home):
     assert isinstance(load_tokenizer(home / "bad"), PreTrainedTokenizerFast)
     (home / "bad" / "chat_template.jinja").symlink_to(home / "secret")
     with pytest.raises(CheckpointError, match=r"'chat_template\.jinja' in"):
@@ -268,7 +260,7 @@ def test_a_tokenizer_alone_is_not_read_through_a_link(home: Path) -> None:
 # --------------------------------------------------------------------- writing
 
 
-def test_a_card_takes_the_place_of_a_link_to_the_cache(home: Path) -> None:
+def test_a_card_takes_the_place_of_a_link_to_the_cache(home):
     snapshot = cached(home / "good", home / "hub")
     headprune.evaluate(
         snapshot, data=home / "text.txt", card=True, speed=False, seq_len=16, max_windows=4
@@ -282,11 +274,11 @@ def test_a_card_takes_the_place_of_a_link_to_the_cache(home: Path) -> None:
     assert wrong == []
 
 
-def _checked(m: Path, text: Path, **files: Any) -> None:
+def _checked(m, text, **files):
     headprune.check(m, data=text, limits="perplexity <= 9", **files)
 
 
-WRITES: dict[str, Callable[[Path, Path, Path], Any]] = {
+WRITES = {
     "out": lambda m, out, text: headprune.prune(m, out, plan=PLAN, overwrite=True),
     "exported": lambda m, out, text: headprune.export(m, out, to="vllm", overwrite=True),
     "scores": lambda m, out, text: headprune.score(m, out, criterion="random", overwrite=True),
@@ -310,7 +302,7 @@ WRITES: dict[str, Callable[[Path, Path, Path], Any]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("to", ["mine", "gone"])
-def test_no_output_is_written_through_a_link(name: str, to: str, home: Path) -> None:
+def test_no_output_is_written_through_a_link(name, to, home):
     (home / "mine").write_text("mine") if "." in name else (home / "mine").mkdir()
     (home / name).symlink_to(to)
     before = contents(home)
@@ -320,7 +312,7 @@ def test_no_output_is_written_through_a_link(name: str, to: str, home: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["out-checkpoints", "out-runs", "out-checkpoints/checkpoints"])
-def test_no_training_writes_through_a_link(name: str, home: Path) -> None:
+def test_no_training_writes_through_a_link(name, home):
     (home / "mine").mkdir()
     _linked(home / name, home / "mine")
     with pytest.raises(CheckpointError, match="is a link to"):

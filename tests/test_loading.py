@@ -1,7 +1,5 @@
 """Results load without headprune: every family, uneven layers, a first layer without heads."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -36,7 +34,7 @@ WRONG = ", other outputs"
 ENCODERS_ONLY, DECODERS_ONLY = {"sentence-transformers"}, {"lm-eval"}
 
 
-def routes_for(case: str) -> list[str]:
+def routes_for(case):
     decoder = case != "bert-mlm"
     left_out = ENCODERS_ONLY if decoder else DECODERS_ONLY
     return [
@@ -49,7 +47,7 @@ def routes_for(case: str) -> list[str]:
 Failures = dict[str, dict[str, str | None]]  # by case and route; None is no failure
 
 
-def run_routes(folders: dict[str, Path], routes: dict[str, list[str]]) -> Failures:
+def run_routes(folders, routes):
     """Runs routes in processes in which headprune cannot be imported."""
     autos = {case: AUTO[case.removesuffix(WRONG)] for case in folders}
     jobs = [json.dumps([str(folder), autos[c], routes[c]]) for c, folder in folders.items()]
@@ -64,7 +62,7 @@ def run_routes(folders: dict[str, Path], routes: dict[str, list[str]]) -> Failur
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     """Cut models, uneven and with a first layer that has no heads, and what they must compute."""
     made = {}
     for case in AUTO:
@@ -83,12 +81,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def wrong(folders: dict[str, Path]) -> dict[str, Path]:
+def wrong(folders):
     """The same folders, which now must compute something else."""
     return {case: other_outputs(folder) for case, folder in folders.items()}
 
 
-def other_outputs(folder: Path) -> Path:
+def other_outputs(folder):
     wrong = folder.parent / "wrong"
     wrong.mkdir()
     shutil.copytree(folder, wrong / "out")
@@ -106,9 +104,7 @@ SOME += ["generate, dynamic cache", "generate, static cache"]
 
 
 @pytest.mark.process
-def test_some_routes_work_without_headprune_and_notice_another_model(
-    folders: dict[str, Path], wrong: dict[str, Path]
-) -> None:
+def test_some_routes_work_without_headprune_and_notice_another_model(folders, wrong):
     case, other = "llama-gqa", f"llama-gqa{WRONG}"
     places = {case: folders[case], other: wrong[case]}
     found = run_routes(places, dict.fromkeys(places, SOME))
@@ -117,19 +113,19 @@ def test_some_routes_work_without_headprune_and_notice_another_model(
 
 
 @pytest.fixture(scope="module")
-def matrix(folders: dict[str, Path]) -> Failures:
+def matrix(folders):
     """What became of every route."""
     return run_routes(folders, {case: routes_for(case) for case in AUTO})
 
 
-def comparing(case: str) -> list[str]:
+def comparing(case):
     """Routes that compare numbers."""
     routes = ["AutoModel*.from_pretrained", "deepcopy", 'accelerate device_map="auto"']
     return [*routes, *(["generate, dynamic cache", "lm-eval"] if case != "bert-mlm" else [])]
 
 
 @pytest.fixture(scope="module")
-def noticed(wrong: dict[str, Path]) -> Failures:
+def noticed(wrong):
     """What became of those that compare, with folders that compute something else."""
     return run_routes(wrong, {case: comparing(case) for case in AUTO})
 
@@ -137,25 +133,21 @@ def noticed(wrong: dict[str, Path]) -> Failures:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "name"), [(c, name) for c in AUTO for name in routes_for(c)])
-def test_a_result_works_where_headprune_is_not_installed(
-    case: str, name: str, matrix: Failures
-) -> None:
+def test_a_result_works_where_headprune_is_not_installed(case, name, matrix):
     assert matrix[case][name] is None, matrix[case][name]
 
 
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("case", AUTO)
-def test_the_routes_notice_another_model(case: str, noticed: Failures) -> None:
+def test_the_routes_notice_another_model(case, noticed):
     assert noticed[case].keys() == {*comparing(case)}
     assert all(noticed[case].values()), noticed[case]
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_the_load_matrix_of_the_docs_is_current(
-    matrix: Failures,
-) -> None:
+def test_the_load_matrix_of_the_docs_is_current(matrix):
     """``make load-matrix`` writes it; versions may differ from those it was written with."""
     rows = [("route", *TITLES.values()), ("---",) * (1 + len(AUTO))]
     for name in load_routes.ROUTES:
@@ -176,7 +168,7 @@ def test_the_load_matrix_of_the_docs_is_current(
 
 
 @pytest.mark.parametrize("auto", ["AutoModelForSequenceClassification", "AutoModel"])
-def test_another_head_on_a_cut_encoder(auto: str, tmp_path: Path) -> None:
+def test_another_head_on_a_cut_encoder(auto, tmp_path):
     model = tiny.model("bert-mlm")
     prune(
         tiny.save(model, tmp_path / "model"),
@@ -188,9 +180,7 @@ def test_another_head_on_a_cut_encoder(auto: str, tmp_path: Path) -> None:
     assert counts == [0, 4, 3, 2]
 
 
-def test_from_pretrained_takes_the_usual_arguments(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_from_pretrained_takes_the_usual_arguments(folders, tmp_path):
     folder = folders["llama-gqa"]
     half = headprune.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager")
     assert half.dtype is torch.bfloat16

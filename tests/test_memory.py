@@ -1,10 +1,7 @@
 """Memory that the proof of a cut takes, by the kernel's count, in a process of its own."""
 
-from __future__ import annotations
-
 import ctypes
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,13 +22,13 @@ PROOF_GB = 0.2  # of 36 million weights in float32
 pytestmark = pytest.mark.skipif(not MARK.exists(), reason="no peak of resident memory is counted")
 
 
-def resident(field: str) -> int:
+def resident(field):
     """Bytes of this process: now ("VmRSS"), or at most since the mark ("VmHWM")."""
     lines = STATUS.read_text(encoding="ascii").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
-def peak_of(call: Callable[[], object]) -> int:
+def peak_of(call):
     """The most memory that a call takes beside what was there before."""
     threshold = -3  # M_MMAP_THRESHOLD: what is let go goes back to the system, and is not counted
     ctypes.CDLL(None).mallopt(threshold, 1 << 16)
@@ -41,16 +38,16 @@ def peak_of(call: Callable[[], object]) -> int:
     return resident("VmHWM") - before
 
 
-def llama(size: int, vocabulary: int = 1000) -> LlamaForCausalLM:
+def llama(size, vocabulary=1000):
     """A model with one KV head to every two query heads."""
     sizes = {"hidden_size": size, "intermediate_size": 4 * size, "vocab_size": vocabulary}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
 
 
-def cut(model: Path, output: Path) -> list[str]:
+def cut(model, output):
     """Prunes the last group of every layer, as by default; returns the stages."""
-    stages: list[str] = []
+    stages = []
     part = AttentionPlan(query_heads=8, kv_heads=4, keep=tuple(range(6)))
     parts = {f"model.layers.{layer}.self_attn": part for layer in range(4)}
     asked = CutRequest(plan=Plan(unit=Unit.KV_GROUP, attentions=parts))
@@ -58,21 +55,19 @@ def cut(model: Path, output: Path) -> list[str]:
     return stages
 
 
-def measure_proof(folder: Path, mapping: bool) -> None:
+def measure_proof(folder, mapping):
     """Notes the peak of a cut, after one of a small model, for what is imported by then."""
     if mapping:  # as transformers does by itself
         loading._widens = lambda options, tensors: False
     cut(folder / "small", folder / "before")
-    stages: list[str] = []
+    stages = []
     peak = peak_of(lambda: stages.extend(cut(folder / "large", folder / "after")))
     (folder / "peak.json").write_text(json.dumps([peak, stages]), encoding="utf-8")
 
 
 @pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mapping", [False, True])
-def test_a_proof_takes_the_memory_of_the_weights_it_computes_with(
-    held: torch.dtype, mapping: bool, tmp_path: Path
-) -> None:
+def test_a_proof_takes_the_memory_of_the_weights_it_computes_with(held, mapping, tmp_path):
     for name, size in (("small", 64), ("large", 768)):
         llama(size).to(held).save_pretrained(tmp_path / name)
     assert forked.call(measure_proof, tmp_path, mapping) == 0
@@ -83,7 +78,7 @@ def test_a_proof_takes_the_memory_of_the_weights_it_computes_with(
     assert (peak < 2.4 * stored) == (held is torch.float32 or not mapping), peak / stored
 
 
-def measure_rounding(folder: Path) -> None:
+def measure_rounding(folder):
     """Notes the peak of rounding embeddings, and their size."""
     net = llama(64, vocabulary=200_000)
     StoredDtypes(torch.bfloat16).round(llama(64))
@@ -92,7 +87,7 @@ def measure_rounding(folder: Path) -> None:
     (folder / "peak.json").write_text(json.dumps([peak, size]), encoding="utf-8")
 
 
-def test_rounding_copies_no_weight_as_a_whole(tmp_path: Path) -> None:
+def test_rounding_copies_no_weight_as_a_whole(tmp_path):
     assert forked.call(measure_rounding, tmp_path) == 0
     peak, size = json.loads((tmp_path / "peak.json").read_text(encoding="utf-8"))
     assert peak < size / 4, peak / size

@@ -1,7 +1,5 @@
 """Merges, groupings and budgets, on weights alone."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from dataclasses import replace
@@ -10,17 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from headprune.errors import DataError, PlanError
 from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION, HeadWeights, MergeContext
-from headprune.surgery.merges.grouping import (
-    EXACT,
-    adjacent,
-    lowrank_cost,
-    partitions,
-    similar,
-)
+from headprune.surgery.merges.grouping import EXACT, adjacent, lowrank_cost, partitions, similar
 from headprune.surgery.merges.spec import MergeActivations, project
 from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import RotaryPairs, Rotation
@@ -35,12 +26,10 @@ PAIRS = {
 }
 
 
-def heads(
-    kv: int = 6, per_kv: int = 1, width: int = 4, hidden: int = 12, seed: int = 0
-) -> HeadWeights:
+def heads(kv=6, per_kv=1, width=4, hidden=12, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(*shape: int) -> Tensor:
+    def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     queries = kv * per_kv
@@ -56,14 +45,14 @@ def heads(
     )
 
 
-def rotation(pairs: RotaryPairs | None, length: int = 5) -> Rotation | None:
+def rotation(pairs, length=5):
     if pairs is None:
         return None
     angles = torch.arange(length)[:, None] * (1.0 + torch.arange(len(pairs.first))) / 3
     return Rotation(pairs, angles.cos().double(), angles.sin().double())
 
 
-def computed(h: HeadWeights, pairs: RotaryPairs | None, seed: int = 1) -> tuple[Tensor, Tensor]:
+def computed(h, pairs, seed=1):
     """Scores at five positions, and every head's output for a value read as it is."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(5, h.q.shape[2], generator=generator, dtype=torch.float64)
@@ -75,7 +64,7 @@ def computed(h: HeadWeights, pairs: RotaryPairs | None, seed: int = 1) -> tuple[
     return q @ k[h.owners].mT, v[h.owners] @ h.o.mT
 
 
-def alike(h: HeadWeights, groups: list[tuple[int, ...]]) -> HeadWeights:
+def alike(h, groups):
     """The same heads with the first K and V of every group in all of it."""
     k, v = h.affine("k").clone(), h.affine("v").clone()
     for group in groups:
@@ -85,7 +74,7 @@ def alike(h: HeadWeights, groups: list[tuple[int, ...]]) -> HeadWeights:
 
 @pytest.mark.parametrize("pairs", PAIRS)
 @pytest.mark.parametrize("name", WITHOUT_TEXT)
-def test_merging_identical_heads_changes_nothing(name: str, pairs: str) -> None:
+def test_merging_identical_heads_changes_nothing(name, pairs):
     groups = [(0, 3), (1, 4), (2, 5)]
     same, context = alike(heads(per_kv=2), groups), MergeContext(PAIRS[pairs])
     merged = MERGES[name](same, groups, context)
@@ -99,7 +88,7 @@ def test_merging_identical_heads_changes_nothing(name: str, pairs: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_TEXT)
-def test_merged_heads_of_a_group_are_equal_and_others_are_not(name: str) -> None:
+def test_merged_heads_of_a_group_are_equal_and_others_are_not(name):
     merged = MERGES[name](heads(), [(0, 2), (1, 3, 4), (5,)], MergeContext())
     assert torch.equal(merged.k[0], merged.k[2])
     assert torch.equal(merged.v[1], merged.v[4])
@@ -108,7 +97,7 @@ def test_merged_heads_of_a_group_are_equal_and_others_are_not(name: str) -> None
 
 
 @pytest.mark.parametrize("pairs", PAIRS)
-def test_procrustes_undoes_turns_that_queries_can_absorb(pairs: str) -> None:
+def test_procrustes_undoes_turns_that_queries_can_absorb(pairs):
     group, plan = [(0, 1, 2, 3, 4, 5)], PAIRS[pairs]
     same = alike(heads(), group)
     k, v = same.affine("k").clone(), same.affine("v").clone()
@@ -131,9 +120,7 @@ def test_procrustes_undoes_turns_that_queries_can_absorb(pairs: str) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(list(PAIRS)), st.integers(0, 99))
-def test_a_shared_key_that_can_hold_all_heads_is_exact(
-    kv: int, per_kv: int, name: str, seed: int
-) -> None:
+def test_a_shared_key_that_can_hold_all_heads_is_exact(kv, per_kv, name, seed):
     pairs, generator = PAIRS[name], torch.Generator().manual_seed(seed)
     base = torch.randn(4, 9, generator=generator, dtype=torch.float64)
     k = torch.stack([_absorbable(pairs, generator) @ base for _ in range(kv)])
@@ -145,7 +132,7 @@ def test_a_shared_key_that_can_hold_all_heads_is_exact(
     assert found.lost <= 1e-9 * found.power
     x, turn = torch.randn(5, 9, generator=generator, dtype=torch.float64), rotation(pairs)
 
-    def scores(q: Tensor, k: Tensor) -> Tensor:
+    def scores(q, k):
         rows = [torch.einsum("hdi,ti->htd", w, x) for w in (q, k)]
         a, b = rows if turn is None else [turn.rotate(row) for row in rows]
         return a @ b.mT
@@ -158,7 +145,7 @@ def test_a_shared_key_that_can_hold_all_heads_is_exact(
         assert shared_key(q @ q.mT, owners, joint @ joint.T, pairs).lost > 1e-4 * found.power
 
 
-def _absorbable(pairs: RotaryPairs | None, generator: torch.Generator) -> Tensor:
+def _absorbable(pairs, generator):
     """A map that queries can absorb: any without rotation; scaled turns of its pairs with one."""
     if pairs is None:
         return torch.randn(4, 4, generator=generator, dtype=torch.float64)
@@ -174,14 +161,14 @@ def _absorbable(pairs: RotaryPairs | None, generator: torch.Generator) -> Tensor
 
 
 @pytest.mark.parametrize("name", ["halves", "interleaved", "partial"])
-def test_maps_that_queries_absorb_commute_with_the_rotation(name: str) -> None:
+def test_maps_that_queries_absorb_commute_with_the_rotation(name):
     pairs, h = PAIRS[name], heads()
     turn = rotation(pairs)
     assert turn is not None
     joint = h.k.flatten(0, 1)
     q = torch.randn(6, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-    def gap(allowed: RotaryPairs | None) -> float:
+    def gap(allowed):
         maps = shared_key(h.q @ h.q.mT, list(range(6)), joint @ joint.T, allowed).maps
         after = turn.rotate(q) @ maps.mT
         return float((turn.rotate(q @ maps.mT) - after).abs().max() / after.abs().max())
@@ -190,7 +177,7 @@ def test_maps_that_queries_absorb_commute_with_the_rotation(name: str) -> None:
     assert gap(None) > 1e-2  # free of the rotation, it does not
 
 
-def test_a_shared_value_is_exact_with_rank_enough_and_best_without() -> None:
+def test_a_shared_value_is_exact_with_rank_enough_and_best_without():
     h = heads(kv=3, width=4, hidden=12)
     base = torch.randn(4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     mixes = torch.randn(3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
@@ -207,19 +194,19 @@ def test_a_shared_value_is_exact_with_rank_enough_and_best_without() -> None:
     assert 0 < found.lost < float(worse)
 
 
-def attention(h: HeadWeights, queries: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+def attention(h, queries, keys, rows):
     later = torch.arange(keys.shape[2]) > rows[:, None]
     return (queries @ keys[:, h.owners].mT).masked_fill(later, -torch.inf).softmax(-1)
 
 
-def seen(h: HeadWeights, sequences: int, length: int = 12, seed: int = 0) -> MergeActivations:
+def seen(h, sequences, length=12, seed=0):
     """What a causal module with these weights does on random sequences."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(sequences, length, h.q.shape[2], generator=generator, dtype=torch.float64)
     x = torch.cat([x, torch.ones(sequences, length, 1, dtype=torch.float64)], -1)
     queries, keys = project(x, h.affine("q")), project(x, h.affine("k"))
 
-    def own(q: Tensor, k: Tensor, part: slice, rows: Tensor) -> Tensor:
+    def own(q, k, part, rows):
         return attention(h, q, k, rows)
 
     inputs = dict.fromkeys(("q", "k", "v"), x)
@@ -230,26 +217,24 @@ def seen(h: HeadWeights, sequences: int, length: int = 12, seed: int = 0) -> Mer
     return replace(known, outputs=given_by(h, known))
 
 
-def read_by(h: HeadWeights, x: Tensor) -> Tensor:
+def read_by(h, x):
     """What enters W_O, of all sequences."""
     q, k, v = (project(x, h.affine(role)) for role in ("q", "k", "v"))
     read = attention(h, q, k, torch.arange(q.shape[2])) @ v[:, h.owners]
     return read.transpose(1, 2).flatten(2)
 
 
-def given_by(h: HeadWeights, known: MergeActivations) -> Tensor:
+def given_by(h, known):
     """The outputs of these weights on the inputs of some activations."""
     return read_by(h, known.inputs["q"]) @ h.o.transpose(0, 1).flatten(1).T
 
 
-def test_windows_that_are_held_out_keep_outputs_from_being_learnt_by_heart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_windows_that_are_held_out_keep_outputs_from_being_learnt_by_heart(monkeypatch):
     h, group = heads(), [tuple(range(6))]
     h = replace(h, q=h.q / 4, k=h.k / 4)
     fresh = seen(h, 64, seed=1)
 
-    def lost(sequences: int) -> float:
+    def lost(sequences):
         merged = MERGES["lowrank"](h, group, MergeContext(activations=seen(h, sequences)))
         return float((given_by(merged, fresh) - fresh.outputs).square().sum())
 
@@ -260,7 +245,7 @@ def test_windows_that_are_held_out_keep_outputs_from_being_learnt_by_heart(
 
 
 @pytest.mark.parametrize("roles", ["qkvo", "k", "v", "x"])
-def test_a_layer_of_zeros_merges_into_zeros(roles: str) -> None:
+def test_a_layer_of_zeros_merges_into_zeros(roles):
     h, groups = heads(per_kv=2), [(0, 1, 2), (3, 4, 5)]
     changes = {role: torch.zeros_like(getattr(h, role)) for role in roles if role != "x"}
     changes |= {f"{r}_bias": torch.zeros_like(getattr(h, f"{r}_bias")) for r in roles if r in "qkv"}
@@ -286,7 +271,7 @@ def test_a_layer_of_zeros_merges_into_zeros(roles: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["inputs", "queries", "keys", "outputs"])
-def test_calibration_that_is_not_finite_is_refused(where: str) -> None:
+def test_calibration_that_is_not_finite_is_refused(where):
     h = heads()
     known = seen(h, 2)
     (known.inputs["q"] if where == "inputs" else getattr(known, where))[0, 0, 0] = torch.inf
@@ -294,7 +279,7 @@ def test_calibration_that_is_not_finite_is_refused(where: str) -> None:
         MERGES["lowrank"](h, [tuple(range(6))], MergeContext(activations=known))
 
 
-def test_similar_heads_find_each_other() -> None:
+def test_similar_heads_find_each_other():
     pairs = [(0, 5), (1, 3), (2, 4)]
     h, context = alike(heads(), pairs), MergeContext(PAIRS["halves"])
     cost = lowrank_cost(h, context)
@@ -302,14 +287,14 @@ def test_similar_heads_find_each_other() -> None:
     assert sum(map(cost, pairs)) < 1e-9 < sum(map(cost, adjacent(6, 3)))  # type: ignore[arg-type]
 
 
-def test_few_heads_are_partitioned_exactly_and_many_no_worse_than_neighbours() -> None:
+def test_few_heads_are_partitioned_exactly_and_many_no_worse_than_neighbours():
     generator = torch.Generator().manual_seed(0)
     table = torch.rand(16, 16, generator=generator)
 
-    def cost(group: tuple[int, ...]) -> float:
+    def cost(group):
         return float(sum(table[a, b] for a, b in itertools.combinations(group, 2)))
 
-    def by_force(left: tuple[int, ...]) -> float:
+    def by_force(left):
         if not left:
             return 0.0
         return min(
@@ -324,7 +309,7 @@ def test_few_heads_are_partitioned_exactly_and_many_no_worse_than_neighbours() -
     assert sum(map(cost, found)) < sum(map(cost, adjacent(16, 8)))  # type: ignore[arg-type]
 
 
-def test_conjugate_gradients_solve_each_problem_on_its_own() -> None:
+def test_conjugate_gradients_solve_each_problem_on_its_own():
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(3, 5, 5, generator=generator, dtype=torch.float64)
     matrix = root @ root.mT + torch.eye(5, dtype=torch.float64)
@@ -338,11 +323,11 @@ def test_conjugate_gradients_solve_each_problem_on_its_own() -> None:
     )
 
 
-def test_lowrank_without_text_says_what_it_needs() -> None:
+def test_lowrank_without_text_says_what_it_needs():
     with pytest.raises(PlanError, match="--calibrate"):
         MERGES["lowrank"](heads(), [(0, 1)], MergeContext())
 
 
-def test_a_misspelt_merge_names_the_nearest() -> None:
+def test_a_misspelt_merge_names_the_nearest():
     with pytest.raises(PlanError, match="'lowrank'"):
         MERGES["lowrnak"]

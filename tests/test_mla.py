@@ -1,11 +1,7 @@
 """headprune convert-mla: keys and values from one latent, in a stock DeepSeek class."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    PreTrainedModel,
 )
 
 import headprune
@@ -33,33 +28,33 @@ from headprune.surgery.latent import latent_of, projected
 from tests import tiny
 from tests.test_cli import printed
 
-SMALL: dict[str, Any] = {"calibration_tokens": 1_500, "seq_len": 32}
+SMALL = {"calibration_tokens": 1_500, "seq_len": 32}
 IDS = torch.randint(0, 60, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(tmp_path):
     """A text that tiny models know."""
     file = tmp_path / "text.txt"
     file.write_text(tiny.text(4_000))
     return file
 
 
-def saved(case: str, folder: Path) -> PreTrainedModel:
+def saved(case, folder):
     """A tiny model, on disk as well."""
     model = tiny.model(case)
     tiny.save(model, folder)
     return model.requires_grad_(False)
 
 
-def fitter(model: PreTrainedModel, text: Path) -> mla.Fitter:
+def fitter(model, text):
     """The moments of a model on a text."""
     config = CalibrationConfig(**SMALL)
     data = DataConfig(source=str(text))
     return mla.Fitter(model.float(), tiny.tokenizer(), data, config, Context())
 
 
-def apart(one: PreTrainedModel, other: PreTrainedModel) -> float:
+def apart(one, other):
     """The largest difference of logits, over the largest."""
     with torch.no_grad():
         wanted = one(IDS).logits
@@ -71,15 +66,13 @@ LLAMA3 |= {"original_max_position_embeddings": 64, "rope_theta": 500.0}
 
 
 @pytest.mark.parametrize("rope", [{}, LLAMA3], ids=["default", "llama3"])
-def test_a_latent_that_loses_nothing_computes_the_original(
-    rope: dict[str, Any], text: Path, tmp_path: Path
-) -> None:
+def test_a_latent_that_loses_nothing_computes_the_original(rope, text, tmp_path):
     config = tiny.model("llama-mqa").config
     config.rope_parameters |= rope
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     tiny.save(model, tmp_path / "m")
     width = model.model.layers[0].self_attn.k_proj.out_features  # of one head
-    sizes: dict[str, Any] = {"rank": 2 * width, "rope_dim": width}
+    sizes = {"rank": 2 * width, "rope_dim": width}
     result = headprune.convert_mla(tmp_path / "m", tmp_path / "out", data=text, **sizes, **SMALL)
     assert isinstance(result, Exported) and result.record.proof.passed
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -91,9 +84,7 @@ def test_a_latent_that_loses_nothing_computes_the_original(
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "smollm3", "qwen2"])
-def test_a_smaller_latent_computes_the_projected_original(
-    case: str, text: Path, tmp_path: Path
-) -> None:
+def test_a_smaller_latent_computes_the_projected_original(case, text, tmp_path):
     model = saved(case, tmp_path / "m").float()
     fits = fitter(model, text)
     fit = fits.of_size(fits.whole // 2)
@@ -103,7 +94,7 @@ def test_a_smaller_latent_computes_the_projected_original(
         in_place = model(IDS).logits
 
     @torch.no_grad()
-    def gap() -> float:
+    def gap():
         return float((result(IDS).logits - in_place).abs().max() / in_place.abs().max())
 
     assert gap() < 1e-5 and apart(model, result) > 1e-3
@@ -115,9 +106,7 @@ def test_a_smaller_latent_computes_the_projected_original(
         assert gap() > 1e-3
 
 
-def test_larger_scores_are_taken_where_they_lose_less(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_larger_scores_are_taken_where_they_lose_less(text, tmp_path, monkeypatch):
     model = saved("qwen2", tmp_path / "m").float()
     fits = fitter(model, text)
     fit = fits.fit(20, 4)
@@ -141,7 +130,7 @@ def test_larger_scores_are_taken_where_they_lose_less(
     assert fits.sharpened(lossless) is lossless
 
 
-def test_a_latent_need_not_hold_what_all_keys_share(text: Path, tmp_path: Path) -> None:
+def test_a_latent_need_not_hold_what_all_keys_share(text, tmp_path):
     """A constant in K without rotation adds the same to all scores of a query."""
     model = saved("qwen2", tmp_path / "m").float()
     for layer in model.model.layers:
@@ -164,7 +153,7 @@ def test_a_latent_need_not_hold_what_all_keys_share(text: Path, tmp_path: Path) 
         assert (other(IDS).logits - wanted).abs().max() > 1e-3  # as V moves with it
 
 
-def test_the_norm_of_an_engine_is_the_one_of_transformers(text: Path, tmp_path: Path) -> None:
+def test_the_norm_of_an_engine_is_the_one_of_transformers(text, tmp_path):
     """Engines take the config's eps in the norm of the latent, and transformers 1e-6."""
     model = saved("llama-gqa", tmp_path / "m").float()
     model.config.rms_norm_eps = 1e-3
@@ -182,13 +171,13 @@ def test_the_norm_of_an_engine_is_the_one_of_transformers(text: Path, tmp_path: 
         assert (result(IDS).logits - in_place).abs().max() < 1e-4 * in_place.abs().max()
 
 
-def test_the_output_matrix_is_a_tensor_of_its_own(text: Path, tmp_path: Path) -> None:
+def test_the_output_matrix_is_a_tensor_of_its_own(text, tmp_path):
     """In vLLM's class a tied one stays zero."""
     config = tiny.model("llama-gqa").config
     config.tie_word_embeddings, config.rms_norm_eps = True, 1e-5
     model = LlamaForCausalLM(config).eval()
     tiny.save(model, tmp_path / "m")
-    sizes: dict[str, Any] = {"rank": 16, "rope_dim": 8}
+    sizes = {"rank": 16, "rope_dim": 8}
     headprune.convert_mla(tmp_path / "m", tmp_path / "out", data=text, **sizes, **SMALL)
     assert not json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"]
     stored = load_file(tmp_path / "out/model.safetensors")
@@ -197,7 +186,7 @@ def test_the_output_matrix_is_a_tensor_of_its_own(text: Path, tmp_path: Path) ->
     assert not torch.allclose(head, stored["model.embed_tokens.weight"])  # which eps scales
 
 
-def test_a_linear_norm_is_linear_in_bfloat16() -> None:
+def test_a_linear_norm_is_linear_in_bfloat16():
     """The factors on both sides of a norm are stored, and rounded, apart."""
     for square in (0.05, 1.0, 2.7):
         small, weight, factor = (torch.tensor(x) for x in mla._linear_norm(square))
@@ -206,7 +195,7 @@ def test_a_linear_norm_is_linear_in_bfloat16() -> None:
         assert float(through) == pytest.approx(1.0, rel=1e-6)
 
 
-def test_the_size_of_keys_decides_nothing(text: Path, tmp_path: Path) -> None:
+def test_the_size_of_keys_decides_nothing(text, tmp_path):
     model = saved("llama-gqa", tmp_path / "m").float()
     for layer in model.model.layers:
         layer.self_attn.k_proj.weight.data *= 1e-5
@@ -214,10 +203,10 @@ def test_the_size_of_keys_decides_nothing(text: Path, tmp_path: Path) -> None:
     assert all(moments.rotates for moments in fitter(model, text).moments.values())
 
 
-def test_more_rank_loses_less(text: Path, tmp_path: Path) -> None:
+def test_more_rank_loses_less(text, tmp_path):
     fits = fitter(saved("llama-gqa", tmp_path / "m"), text)
 
-    def lost(rank: int) -> list[float]:
+    def lost(rank):
         return [latent.lost for latent in fits.fit(rank, 10).latents.values()]
 
     few, more = lost(12), lost(30)
@@ -227,7 +216,7 @@ def test_more_rank_loses_less(text: Path, tmp_path: Path) -> None:
     assert all(0 < rank <= fits.whole for rank in ranks.values())
 
 
-def test_the_cache_holds_as_many_numbers_as_said(text: Path, tmp_path: Path) -> None:
+def test_the_cache_holds_as_many_numbers_as_said(text, tmp_path):
     saved("llama-gqa", tmp_path / "m")
     half = 2 * tiny.LAYERS * 30
     result = headprune.convert_mla(
@@ -245,7 +234,7 @@ def test_the_cache_holds_as_many_numbers_as_said(text: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])  # too small for float16
-def test_a_result_is_in_bfloat16_and_heals(stored: torch.dtype, text: Path, tmp_path: Path) -> None:
+def test_a_result_is_in_bfloat16_and_heals(stored, text, tmp_path):
     model = saved("llama-gqa", tmp_path / "m").to(stored)
     tiny.save(model, tmp_path / "m")
     cut, out = tmp_path / "cut", tmp_path / "out"
@@ -262,7 +251,7 @@ def test_a_result_is_in_bfloat16_and_heals(stored: torch.dtype, text: Path, tmp_
     assert healed.taken_after > 0
 
     @torch.no_grad()
-    def off(folder: Path) -> float:
+    def off(folder):
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return float((loaded(IDS).logits - model.float()(IDS).logits).square().mean())
 
@@ -276,7 +265,7 @@ def test_a_result_is_in_bfloat16_and_heals(stored: torch.dtype, text: Path, tmp_
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
 @pytest.mark.parametrize("train", list(HealTrain))
-def test_what_feeds_a_linear_norm_stays(train: HealTrain, text: Path, tmp_path: Path) -> None:
+def test_what_feeds_a_linear_norm_stays(train, text, tmp_path):
     """Its weights are about 1e-9, and a step of any optimiser erases them."""
     fits = fitter(saved("qwen2", tmp_path / "m"), text)
     result = mla.converted(fits.net, fits, fits.fit(30, 8))
@@ -289,7 +278,7 @@ def test_what_feeds_a_linear_norm_stays(train: HealTrain, text: Path, tmp_path: 
     assert result.model.layers[0].self_attn.kv_a_proj_with_mqa.weight.requires_grad
 
 
-def test_keys_take_the_mean_rotation_of_a_distance(text: Path, tmp_path: Path) -> None:
+def test_keys_take_the_mean_rotation_of_a_distance(text, tmp_path):
     fits = fitter(saved("llama-gqa", tmp_path / "m"), text)
     moments, distance = fits.first, 3
     moments.distances = torch.zeros(8).double()
@@ -309,7 +298,7 @@ def test_keys_take_the_mean_rotation_of_a_distance(text: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("zero", ["q_proj", "v_proj", "o_proj"])
-def test_a_layer_of_zeros_has_a_latent(zero: str, text: Path, tmp_path: Path) -> None:
+def test_a_layer_of_zeros_has_a_latent(zero, text, tmp_path):
     model = saved("llama-gqa", tmp_path / "m").float()
     getattr(model.model.layers[0].self_attn, zero).weight.data.zero_()
     fits = fitter(model, text)
@@ -320,9 +309,7 @@ def test_a_layer_of_zeros_has_a_latent(zero: str, text: Path, tmp_path: Path) ->
     assert (mla.converted(model, fits, fit)(IDS).logits - wanted).abs().max() < 1e-4
 
 
-def test_a_latent_that_the_norm_bends_is_no_proof(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_latent_that_the_norm_bends_is_no_proof(text, tmp_path, monkeypatch):
     saved("llama-gqa", tmp_path / "m")
     monkeypatch.setattr(mla, "_SMALL", 1.0)
     with pytest.raises(ProofError, match="compute something else"):
@@ -330,9 +317,7 @@ def test_a_latent_that_the_norm_bends_is_no_proof(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_control_that_moves_nothing_is_no_proof(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_control_that_moves_nothing_is_no_proof(text, tmp_path, monkeypatch):
     saved("llama-gqa", tmp_path / "m")
     monkeypatch.setattr(mla, "_misplaced", lambda fit: fit)
     with pytest.raises(ProofError, match="inconclusive"):
@@ -354,27 +339,22 @@ def test_a_control_that_moves_nothing_is_no_proof(
         ("llama-gqa", {}, "give --kv-bytes, or --rank and --rope-dim"),
     ],
 )
-def test_impossible_latents_are_refused(
-    case: str, sizes: dict[str, Any], said: str, text: Path, tmp_path: Path
-) -> None:
+def test_impossible_latents_are_refused(case, sizes, said, text, tmp_path):
     saved(case, tmp_path / "m")
     with pytest.raises(HeadpruneError, match=said):
         headprune.convert_mla(tmp_path / "m", tmp_path / "out", data=text, **sizes, **SMALL)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_logits_of_words_is_refused(text: Path, tmp_path: Path) -> None:
+def test_a_model_without_logits_of_words_is_refused(text, tmp_path):
     tiny.save(LlamaForSequenceClassification(tiny.model("llama-gqa").config), tmp_path / "m")
     with pytest.raises(HeadpruneError, match="its task is classification"):
         headprune.convert_mla(tmp_path / "m", tmp_path / "out", data=text, kv_bytes=240, **SMALL)
 
 
-def test_little_text_is_refused(text: Path, tmp_path: Path) -> None:
+def test_little_text_is_refused(text, tmp_path):
     saved("llama-gqa", tmp_path / "m")
-    with pytest.raises(
-        HeadpruneError,
-        match="More than 60 tokens, as K and V have numbers",
-    ):
+    with pytest.raises(HeadpruneError, match="More than 60 tokens, as K and V have numbers"):
         headprune.convert_mla(
             tmp_path / "m",
             tmp_path / "out",
@@ -386,9 +366,7 @@ def test_little_text_is_refused(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sequences of 512 tokens")  # tiny models take 128
-def test_inspect_shows_the_price(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_shows_the_price(text, tmp_path, capsys):
     saved("llama-gqa", tmp_path / "m")
     command = ("inspect", tmp_path / "m", "--latent", "--data", text)
     code, shown, _ = printed(capsys, *command, "--json")

@@ -1,14 +1,10 @@
 """Model folders: what plain transformers makes of one is what is cut, and is there afterwards."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shutil
-from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,6 @@ from transformers import (
     AutoTokenizer,
     CLIPImageProcessorPil,
     CLIPProcessor,
-    PreTrainedModel,
     WhisperFeatureExtractor,
 )
 
@@ -60,13 +55,13 @@ AUTO = {
 }
 
 
-def edit(path: Path, **settings: Any) -> None:
+def edit(path, **settings):
     """Changes entries of a JSON file; those that are None go."""
     content = {**json.loads(path.read_text()), **settings} if path.is_file() else settings
     path.write_text(json.dumps({n: value for n, value in content.items() if value is not None}))
 
 
-def save(folder: Path, case: str = "llama-gqa") -> PreTrainedModel:
+def save(folder, case="llama-gqa"):
     """Writes a tiny model with its tokenizer and, where it has one, its processor."""
     net = tiny.model(case)
     tiny.save(net, folder)
@@ -77,7 +72,7 @@ def save(folder: Path, case: str = "llama-gqa") -> PreTrainedModel:
     return net
 
 
-def prune(folder: Path, proof: str = "auto", output: str = "out") -> Any:
+def prune(folder, proof="auto", output="out"):
     """Cuts a model unevenly, by the model that plain transformers makes of its folder."""
     case = AutoConfig.from_pretrained(folder).model_type
     auto = next((auto for name, auto in AUTO.items() if name.startswith(case)), AutoModel)
@@ -86,14 +81,14 @@ def prune(folder: Path, proof: str = "auto", output: str = "out") -> Any:
     return headprune.prune(folder, plan=plan, output=folder.parent / output, proof=proof)
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def differences(one, other):
     """The names under which two folders hold different things."""
     return [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
 
 
-def seen(folder: Path, auto: Any) -> dict[str, Any]:
+def seen(folder, auto):
     """What plain transformers makes of a folder, beside the heads."""
-    seen: dict[str, Any] = {}
+    seen = {}
     config = AutoConfig.from_pretrained(folder)
     seen |= {f"config {n}": v for n, v in _settings(config.to_dict()).items()}
     if config.is_encoder_decoder or auto is AutoModelForCausalLM:
@@ -114,7 +109,7 @@ def seen(folder: Path, auto: Any) -> dict[str, Any]:
     return seen
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
+def _settings(config):
     """The settings of a config and of its parts, without those of heads."""
     parts = {n: {**v, "dtype": None} for n, v in config.items() if n.endswith("_config") and v}
     config = {**config, **{name: _settings(part) for name, part in parts.items()}}
@@ -128,7 +123,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     ("case", "generation"),
     [*((case, "file") for case in AUTO), *((case, "config") for case in AUTO if case != "clip")],
 )
-def test_all_but_the_heads_is_as_it_was(case: str, generation: str, tmp_path: Path) -> None:
+def test_all_but_the_heads_is_as_it_was(case, generation, tmp_path):
     folder, out, auto = tmp_path / "model", tmp_path / "out", AUTO[case]
     save(folder, case)
     for name, text in EXTRAS.items():
@@ -155,7 +150,7 @@ def test_all_but_the_heads_is_as_it_was(case: str, generation: str, tmp_path: Pa
         (out / name).write_bytes(kept)
 
 
-def test_every_file_of_a_vocabulary_is_taken_over() -> None:
+def test_every_file_of_a_vocabulary_is_taken_over():
     named = set()
     for file in Path(transformers.__file__).parent.glob("models/*/tokenization_*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -171,13 +166,13 @@ def test_every_file_of_a_vocabulary_is_taken_over() -> None:
 # ------------------------------------------------------------------- which weights
 
 
-def named_file(folder: Path) -> None:
+def named_file(folder):
     """The config names weights beside model.safetensors."""
     _scaled(folder, "other.safetensors")
     edit(folder / "config.json", transformers_weights="other.safetensors")
 
 
-def named_index(folder: Path) -> None:
+def named_index(folder):
     """The config names an index beside model.safetensors."""
     shard = _scaled(folder, "other-00001-of-00001.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(shard), shard.name)}
@@ -185,29 +180,27 @@ def named_index(folder: Path) -> None:
     edit(folder / "config.json", transformers_weights="other.safetensors.index.json")
 
 
-def shards(folder: Path) -> None:
+def shards(folder):
     """Shards and their index beside model.safetensors."""
     named_index(folder)
     (folder / "other.safetensors.index.json").rename(folder / "model.safetensors.index.json")
     edit(folder / "config.json", transformers_weights=None)
 
 
-def pickle(folder: Path) -> None:
+def pickle(folder):
     """A pickle beside model.safetensors."""
     weights = load_file(_scaled(folder, "x.safetensors"))
     torch.save(weights, folder / "pytorch_model.bin")
 
 
-def _scaled(folder: Path, name: str) -> Path:
+def _scaled(folder, name):
     weights = load_file(folder / "model.safetensors")
     save_file({n: 1.5 * w for n, w in weights.items()}, folder / name, {"format": "pt"})
     return folder / name
 
 
 @pytest.mark.parametrize("add", [named_file, named_index, shards, pickle])
-def test_the_weights_that_transformers_loads_are_cut(
-    add: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_the_weights_that_transformers_loads_are_cut(add, tmp_path):
     folder = tmp_path / "model"
     save(folder)
     add(folder)
@@ -225,46 +218,46 @@ def test_the_weights_that_transformers_loads_are_cut(
 # ------------------------------------------------------------------- what is refused
 
 
-def adapter(folder: Path) -> None:
+def adapter(folder):
     """An adapter beside the model."""
     edit(folder / "adapter_config.json", peft_type="LORA", base_model_name_or_path="some/base")
 
 
-def adapter_alone(folder: Path) -> None:
+def adapter_alone(folder):
     """An adapter without its model."""
     adapter(folder)
     (folder / "config.json").unlink()
 
 
-def other_name(folder: Path) -> None:
+def other_name(folder):
     """Weights of a name that transformers does not look for."""
     (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
 
 
-def pickle_alone(folder: Path) -> None:
+def pickle_alone(folder):
     """Weights of transformers as a pickle, beside others of another tool."""
     pickle(folder)
     (folder / "model.safetensors").unlink()
 
 
-def pointer(folder: Path) -> None:
+def pointer(folder):
     """What git-lfs puts in place of the weights."""
     text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     (folder / "model.safetensors").write_text(text)
 
 
-def flash(folder: Path) -> None:
+def flash(folder):
     """An implementation of attention that is not installed."""
     edit(folder / "config.json", attn_implementation="flash_attention_2")
 
 
-def encoder(folder: Path) -> None:
+def encoder(folder):
     """The encoder of a model, saved alone."""
     shutil.rmtree(folder)
     tiny.save(tiny.model("bart").get_encoder(), folder)
 
 
-REFUSED: dict[Callable[[Path], None], str] = {
+REFUSED = {
     adapter: r"holds an adapter .*merge_and_unload",
     adapter_alone: r"holds an adapter .*merge_and_unload",
     other_name: r"no model.safetensors, .* but 'model.fp16.safetensors'. .* rename it",
@@ -276,9 +269,7 @@ REFUSED: dict[Callable[[Path], None], str] = {
 
 
 @pytest.mark.parametrize("change", REFUSED)
-def test_what_is_no_whole_model_is_refused_for_what_it_is(
-    change: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_what_is_no_whole_model_is_refused_for_what_it_is(change, tmp_path):
     folder = tmp_path / "model"
     save(folder)
     change(folder)
@@ -291,7 +282,7 @@ def test_what_is_no_whole_model_is_refused_for_what_it_is(
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
+def cache(tmp_path):
     """A cache of the hub with two revisions of a model; the second has fewer KV heads."""
     repository = tmp_path / "hub" / "models--some--model"
     for number, (revision, case) in enumerate({"main": "llama-gqa", "old": "llama-mqa"}.items()):
@@ -304,7 +295,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("weights", [True, False])
-def test_headers_are_those_of_the_revision(cache: Path, weights: bool) -> None:
+def test_headers_are_those_of_the_revision(cache, weights):
     for revision, case, beams in (("main", "llama-gqa", 2), ("old", "llama-mqa", 3)):
         where = {"revision": revision, "cache_dir": str(cache)}
         held = stored_tensors("some/model", **where)
@@ -319,9 +310,7 @@ def test_headers_are_those_of_the_revision(cache: Path, weights: bool) -> None:
 
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("lacking", ["the weights", "model-00001-of-00001.safetensors"])
-def test_what_a_cache_lacks_is_not_said_of_the_hub(
-    cache: Path, lacking: str, weights: bool
-) -> None:
+def test_what_a_cache_lacks_is_not_said_of_the_hub(cache, lacking, weights):
     snapshot = cache / "models--some--model" / "snapshots" / ("0" * 40)
     (snapshot / "model.safetensors").unlink()
     if lacking.startswith("model"):
@@ -333,9 +322,7 @@ def test_what_a_cache_lacks_is_not_said_of_the_hub(
 
 
 @pytest.mark.parametrize("spelt", [".", "./", "..", "../..", "some/..", "../llama/.", "link/.."])
-def test_a_folder_has_its_name_however_it_is_spelt(
-    spelt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_has_its_name_however_it_is_spelt(spelt, tmp_path, monkeypatch):
     folder = tmp_path / "llama"
     tiny.save(tiny.model("llama-gqa"), folder)
     (folder / "some" / "deep").mkdir(parents=True)
@@ -347,9 +334,7 @@ def test_a_folder_has_its_name_however_it_is_spelt(
         assert scores.metadata.model.name == "llama"
 
 
-def test_a_model_that_is_here_is_called_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_is_here_is_called_by_its_name(tmp_path, monkeypatch):
     folder, out, report = tmp_path / "llama", tmp_path / "out", tmp_path / "report.json"
     tiny.save(tiny.model("llama-gqa"), folder)
     (tmp_path / "text.txt").write_text(tiny.text(200))

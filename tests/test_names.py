@@ -1,7 +1,5 @@
 """No class name stands for two things."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -10,9 +8,9 @@ import pytest
 import headprune
 
 
-def classes_defined_twice(root: Path) -> dict[str, list[str]]:
+def classes_defined_twice(root):
     """Names of classes that more than one place below a folder defines, with the places."""
-    places: dict[str, list[str]] = {}
+    places = {}
     for path in sorted(root.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
@@ -22,12 +20,12 @@ def classes_defined_twice(root: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.quick
-def test_no_class_name_is_defined_twice() -> None:
+def test_no_class_name_is_defined_twice():
     found = classes_defined_twice(Path(headprune.__file__).parent)
     assert not found, f"Give one of each another name: {found}"
 
 
-def test_a_name_in_two_files_or_twice_in_one_is_found(tmp_path: Path) -> None:
+def test_a_name_in_two_files_or_twice_in_one_is_found(tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "a.py").write_text("class Step: ...\nclass Run:\n    class Inner: ...\n")
     (tmp_path / "inner" / "b.py").write_text("x = 1\nclass Inner: ...\n")

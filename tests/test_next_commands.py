@@ -1,14 +1,10 @@
 """What is printed as the next command runs as it is printed, with the settings that were used."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -24,10 +20,10 @@ TRAIN = ["--steps", "2", "--config", "batch_size=2", "--config", "seq_len=16"]
 TRAIN += ["--target-heads", "0.5"]
 
 
-def test_a_command_is_quoted_as_a_shell_needs_it() -> None:
+def test_a_command_is_quoted_as_a_shell_needs_it():
     line = command(
         "prune", "a b", keep=0.5, refit=None, overwrite=False, resume=True,
-        attention=("self", "cross"), dtype=Dtype.FLOAT32, out=Path("c $d"),
+        attention=("self", "cross"), dtype=Dtype.FLOAT32, out=Path("c $d")
     )  # fmt: skip
     assert line == (
         "headprune prune 'a b' --keep 0.5 --resume --attention self --attention cross "
@@ -36,7 +32,7 @@ def test_a_command_is_quoted_as_a_shell_needs_it() -> None:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """A working folder with a space in its name, a text in it."""
     folder = tmp_path / "my models"
     folder.mkdir()
@@ -45,22 +41,21 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def printed(text: str) -> list[str]:
+def printed(text):
     """The command below "Next:", as a shell reads it."""
     (line,) = (line for line in text.splitlines() if line.startswith("  headprune "))
     return shlex.split(line)[1:]
 
 
-def ran(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    out = succeeds(capsys, *words)
-    return out
+def ran(capsys, *words):
+    return succeeds(capsys, *words)
 
 
-def manifest(folder: str) -> Any:
+def manifest(folder):
     return json.loads((Path(folder) / "headprune.json").read_text())
 
 
-def following(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[list[str], Any]:
+def following(capsys, *words):
     """Runs a command, then what it prints; returns that, and the manifest it leads to."""
     after = printed(ran(capsys, *words))
     ran(capsys, *after)
@@ -78,7 +73,7 @@ SCORED = {
 
 
 @pytest.mark.parametrize("case", SCORED)
-def test_score_then_prune(case: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_then_prune(case, home, capsys):
     options, wanted = SCORED[case]
     name, data = case.split()[0], "some text.txt"
     tiny.save(tiny.model(name), home / "a model")
@@ -104,9 +99,7 @@ def test_score_then_prune(case: str, home: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("criterion", ["compensated", "fisher"])
-def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(
-    criterion: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(criterion, home, capsys):
     tiny.save(tiny.model("llama-mha"), home / "model")
     base = ["--data", "some text.txt", "--criterion", criterion, "scores", *SMALL]
     after = printed(ran(capsys, "score", "model", *base))
@@ -127,7 +120,7 @@ def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(
     assert ("cut with --refit DATA" in " ".join(ran(capsys, *plan).split())) == warned
 
 
-def test_plan_then_prune(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_then_prune(home, capsys):
     tiny.save(tiny.model("llama-gqa"), home / "a model")
     base = ["--data", "some text.txt", "scores", "--config", "dtype=float64", *SMALL]
     ran(capsys, "score", "a model", "--unit", "head", *base)
@@ -139,7 +132,7 @@ def test_plan_then_prune(home: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("case", ["llama-gqa --unit head", "bert-mlm"])
-def test_train_gates_then_prune(case: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_gates_then_prune(case, home, capsys):
     name, *options = case.split()
     tiny.save(tiny.model(name), home / "a model")
     base = ["train-gates", "a model", "--data", "some text.txt", "the gates", *TRAIN]
@@ -152,9 +145,7 @@ ACCESS = ["--trust-remote-code", "--device", "cpu"]
 LAYERS = ["--config", "placement=layers"]
 
 
-def test_what_a_model_needs_stays_with_every_next_command(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_model_needs_stays_with_every_next_command(home, capsys):
     tiny.save(tiny.model("llama-gqa"), home / "model")
     text = ["--data", "some text.txt"]
     after = printed(ran(capsys, "train-gates", "model", *text, "gates", *TRAIN, *ACCESS))
@@ -177,15 +168,13 @@ def test_what_a_model_needs_stays_with_every_next_command(
 
 
 @contextmanager
-def stopped() -> Iterator[threading.Event]:
+def stopped():
     event = threading.Event()
     event.set()
     yield event
 
 
-def test_a_healing_that_was_stopped_goes_on_as_printed(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_healing_that_was_stopped_goes_on_as_printed(home, monkeypatch, capsys):
     tiny.save(tiny.model("llama-gqa"), home / "a model")
     rows = [{"body": tiny.text(40, i)} for i in range(60)]
     Path("text.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -205,9 +194,7 @@ def test_a_healing_that_was_stopped_goes_on_as_printed(
     assert not Path("out-checkpoints").exists()
 
 
-def test_gates_that_were_stopped_go_on_as_printed(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gates_that_were_stopped_go_on_as_printed(home, monkeypatch, capsys):
     tiny.save(tiny.model("llama-gqa"), home / "a model")
     start = ["train-gates", "a model", "--data", "some text.txt", "gates", *TRAIN]
     with monkeypatch.context() as patched:

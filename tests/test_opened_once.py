@@ -1,11 +1,7 @@
 """A command opens its model once; an edit is tried and written without a second look at it."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,25 +31,25 @@ from tests.cutting import uneven_plan
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     return tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> DataConfig:
+def data(tmp_path):
     (tmp_path / "text.txt").write_text("\n\n".join(tiny.text(60, i) for i in range(60)))
     return DataConfig(source=str(tmp_path / "text.txt"))
 
 
 @pytest.fixture
-def calls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def calls(folder, monkeypatch):
     """Reads of the original and of results, counted by their kind."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
 
-    def counted(module: Any, name: str, kind: str, place: Callable[..., Any]) -> None:
+    def counted(module, name, kind, place):
         real = getattr(module, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             whose = (
                 "original" if Path(str(place(*args, **kwargs))).is_relative_to(folder) else "result"
             )
@@ -73,9 +69,7 @@ ONCE = {"config of the original": 1, "headers of the original": 1, "weights of t
 PROOF = {"config of the result": 1, "headers of the result": 1, "weights of the result": 1}
 
 
-def test_prune_opens_its_model_once(
-    folder: Path, data: DataConfig, calls: Counter[str], tmp_path: Path
-) -> None:
+def test_prune_opens_its_model_once(folder, data, calls, tmp_path):
     plan = uneven_plan(headprune.from_pretrained(folder))
     calls.clear()
     prune(folder, tmp_path / "out", CutRequest(plan=plan))
@@ -90,13 +84,11 @@ def test_prune_opens_its_model_once(
     assert calls == {**ONCE, **PROOF}
 
 
-def test_prune_walks_its_models_once_each(
-    folder: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_prune_walks_its_models_once_each(folder, data, monkeypatch, tmp_path):
     walked = Counter[int]()
     walk = attention._walk
 
-    def counted(net: Any) -> Any:
+    def counted(net):
         walked[id(net)] += 1
         return walk(net)
 
@@ -113,13 +105,11 @@ def test_prune_walks_its_models_once_each(
     assert [a.query_heads for a in before] != [a.query_heads for a in attention_of(net)]
 
 
-def test_three_criteria_take_one_pass(
-    folder: Path, data: DataConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_three_criteria_take_one_pass(folder, data, monkeypatch):
     """One forward pass over the text, and one backward."""
     model = open_model(folder)
-    texts: list[int] = []
-    backwards: list[object] = []
+    texts = []
+    backwards = []
     model.net.model.layers[0].register_forward_pre_hook(lambda _, args: texts.append(len(args[0])))
     real = torch.Tensor.backward
     monkeypatch.setattr(
@@ -135,24 +125,18 @@ def test_three_criteria_take_one_pass(
     assert sum(texts) * 16 == scores.metadata.tokens and len(backwards) < 2 * len(texts)
 
 
-def test_convert_gqa_opens_its_model_once(
-    folder: Path, data: DataConfig, calls: Counter[str], tmp_path: Path
-) -> None:
+def test_convert_gqa_opens_its_model_once(folder, data, calls, tmp_path):
     convert_gqa(folder, tmp_path / "out", ConvertConfig(kv_budget=0.6, seq_len=16), data)
     assert calls == {**ONCE, **PROOF}
 
 
 def test_compress_opens_its_model_once_and_writes_one_folder(
-    folder: Path,
-    data: DataConfig,
-    calls: Counter[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    written: list[Path] = []
+    folder, data, calls, tmp_path, monkeypatch
+):
+    written = []
     real = writing.write_shards
 
-    def noted(pieces: Any, where: Path, *others: Any) -> None:
+    def noted(pieces, where, *others):
         written.append(where)
         real(pieces, where, *others)
 
@@ -165,7 +149,7 @@ def test_compress_opens_its_model_once_and_writes_one_folder(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm", "t5"])
-def test_what_is_tried_is_what_is_written(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_is_tried_is_what_is_written(case, dtype, tmp_path):
     place = tiny.save(tiny.model(case).to(dtype), tmp_path / "model")
     model = open_model(place)
     before = {name: weight.clone() for name, weight in model.net.state_dict().items()}
@@ -193,7 +177,7 @@ def test_what_is_tried_is_what_is_written(case: str, dtype: torch.dtype, tmp_pat
     assert writing.equivalence.difference(tried, other) > 0.1
 
 
-def writing_record() -> Any:
+def writing_record():
     from headprune.schemas.records import Evidence, Pruning
 
     return Pruning(evidence=Evidence(kind="plan", id="0" * 64), trained_weights=False)

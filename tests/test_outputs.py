@@ -1,17 +1,13 @@
 """Outputs: nothing lost, nobody else's replaced, nothing left behind."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +23,7 @@ from tests.marks import slow_unless
 from tests.test_cli import refuses, run, succeeds
 
 
-def names(folder: Path) -> list[str]:
+def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -36,7 +32,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["exchange", "journal"])
-def test_killed_at_any_moment_the_old_or_the_new_output_is_there(how: str, tmp_path: Path) -> None:
+def test_killed_at_any_moment_the_old_or_the_new_output_is_there(how, tmp_path):
     if how == "exchange" and not _exchanges(tmp_path):
         pytest.skip("this file system cannot exchange two folders")
     home = tmp_path / "home"
@@ -53,7 +49,7 @@ def test_killed_at_any_moment_the_old_or_the_new_output_is_there(how: str, tmp_p
         assert (others, at_last, entries) == ([], 3, 1)
 
 
-def _exchanges(folder: Path) -> bool:
+def _exchanges(folder):
     one, other = folder / "one", folder / "other"
     one.mkdir()
     other.mkdir()
@@ -64,11 +60,11 @@ def _exchanges(folder: Path) -> bool:
         other.rmdir()
 
 
-def break_moves(monkeypatch: pytest.MonkeyPatch, of: Callable[[Path], bool]) -> None:
+def break_moves(monkeypatch, of):
     """Nothing can be exchanged, and some things not be moved."""
     rename = Path.rename
 
-    def moved(self: Path, target: Path) -> Path:
+    def moved(self, target):
         if of(self):
             raise OSError(5, "the disk is broken")
         return rename(self, target)
@@ -77,9 +73,7 @@ def break_moves(monkeypatch: pytest.MonkeyPatch, of: Callable[[Path], bool]) -> 
     monkeypatch.setattr(Path, "rename", moved)
 
 
-def test_a_move_that_fails_half_way_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_move_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
     write(tmp_path / "out", 1)
     break_moves(monkeypatch, lambda path: path.parent.name == "new")
     with pytest.raises(CheckpointError, match="the disk is broken"):
@@ -87,9 +81,7 @@ def test_a_move_that_fails_half_way_is_taken_back(
     assert (state(tmp_path / "out"), names(tmp_path)) == (1, ["out"])
 
 
-def test_what_cannot_be_taken_back_waits_for_the_next_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_taken_back_waits_for_the_next_run(tmp_path, monkeypatch):
     write(tmp_path / "out", 1)
     with monkeypatch.context() as broken:
         break_moves(broken, lambda path: path.name == "old" or path.parent.name == "new")
@@ -101,7 +93,7 @@ def test_what_cannot_be_taken_back_waits_for_the_next_run(
     assert names(tmp_path) == ["out"]
 
 
-def test_a_folder_in_which_a_run_died_before_it_wrote_anything_is_empty(tmp_path: Path) -> None:
+def test_a_folder_in_which_a_run_died_before_it_wrote_anything_is_empty(tmp_path):
     out = tmp_path / "out"
     work = out / ".config.yaml.partial"
     (work / "new").mkdir(parents=True)
@@ -119,11 +111,11 @@ def test_a_folder_in_which_a_run_died_before_it_wrote_anything_is_empty(tmp_path
 @pytest.mark.parametrize("moment", ["_locked", "_emptied", "_release"])
 @pytest.mark.parametrize("late", [False, True])
 def test_ctrl_c_while_a_place_is_made_or_cleared_leaves_nothing(
-    late: bool, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    late, moment, tmp_path, monkeypatch
+):
     do, interrupts = getattr(writing, moment), [None]
 
-    def interrupted(*about: Any) -> object:
+    def interrupted(*about):
         done = do(*about) if late else None
         if interrupts:
             interrupts.pop()
@@ -137,12 +129,10 @@ def test_ctrl_c_while_a_place_is_made_or_cleared_leaves_nothing(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "full"), CheckpointError("no")])
-def test_a_failed_command_leaves_nothing_behind(
-    error: BaseException | type[BaseException], tmp_path: Path
-) -> None:
+def test_a_failed_command_leaves_nothing_behind(error, tmp_path):
     out = tmp_path / "a" / "b" / "out"
 
-    def command() -> None:
+    def command():
         with claimed(out, overwrite=False), whole_folder(out) as new:
             (new / "half").write_text("x")
             raise error
@@ -152,7 +142,7 @@ def test_a_failed_command_leaves_nothing_behind(
     assert names(tmp_path) == []
 
 
-def test_files_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_replaced_in_one_step(tmp_path, monkeypatch):
     file = tmp_path / "config.yaml"
     write_whole(file, "old")
     seen = []
@@ -168,7 +158,7 @@ def test_files_are_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @contextmanager
-def another_process(output: Path) -> Iterator[subprocess.Popen[str]]:
+def another_process(output):
     """A process that has claimed an output."""
     code = (
         "import sys; from pathlib import Path\n"
@@ -191,7 +181,7 @@ def another_process(output: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no locks")
-def test_of_two_writers_one_is_refused_until_the_other_ends(tmp_path: Path) -> None:
+def test_of_two_writers_one_is_refused_until_the_other_ends(tmp_path):
     out = tmp_path / "out"
     (tmp_path / "link").symlink_to(tmp_path)
     with another_process(out) as other:
@@ -206,7 +196,7 @@ def test_of_two_writers_one_is_refused_until_the_other_ends(tmp_path: Path) -> N
     assert (state(out), names(tmp_path)) == (1, ["link", "out"])
 
 
-def test_a_claim_is_claimed_again_within(tmp_path: Path) -> None:
+def test_a_claim_is_claimed_again_within(tmp_path):
     with claimed(tmp_path / "out", overwrite=False):
         write(tmp_path / "out", 1)
         with claimed(tmp_path / "out", overwrite=False):
@@ -216,7 +206,7 @@ def test_a_claim_is_claimed_again_within(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["notes.txt", "new/notes.txt", "old/notes.txt"])
-def test_what_others_put_where_it_would_be_made_is_not_touched(inside: str, tmp_path: Path) -> None:
+def test_what_others_put_where_it_would_be_made_is_not_touched(inside, tmp_path):
     mine = tmp_path / ".out.partial" / inside
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
@@ -232,7 +222,7 @@ def test_what_others_put_where_it_would_be_made_is_not_touched(inside: str, tmp_
 
 
 @pytest.mark.parametrize("name", ["n" * 255, "ä" * 127, "n" * 246])
-def test_the_longest_names_will_do(name: str, tmp_path: Path) -> None:
+def test_the_longest_names_will_do(name, tmp_path):
     write(tmp_path / name, 1)
     write(tmp_path / name, 2)
     write_whole(tmp_path / "sub" / name, "x")
@@ -243,7 +233,7 @@ def test_the_longest_names_will_do(name: str, tmp_path: Path) -> None:
     assert len(os.fsencode(beside(tmp_path / name, "{}-checkpoints").name)) <= 255
 
 
-def test_too_long_a_name_is_refused_at_once(tmp_path: Path) -> None:
+def test_too_long_a_name_is_refused_at_once(tmp_path):
     for claim in (
         claimed(tmp_path / ("n" * 256), False),
         claimed_file(tmp_path / ("n" * 256), ownership.PLAN, False),
@@ -253,7 +243,7 @@ def test_too_long_a_name_is_refused_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["out", "file", "empty", "gone", "link"])
-def test_nothing_is_written_through_a_link(to: str, tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link(to, tmp_path):
     write(tmp_path / "out", 1)
     (tmp_path / "file").write_text('{"unit": "head", "attentions": {}}')  # a plan's
     (tmp_path / "empty").mkdir()
@@ -274,7 +264,7 @@ def test_nothing_is_written_through_a_link(to: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "new", "old", "headprune-at-work"])
-def test_a_work_folder_with_links_is_none(name: str, tmp_path: Path) -> None:
+def test_a_work_folder_with_links_is_none(name, tmp_path):
     work, mine = tmp_path / ".out.partial", tmp_path / "mine"
     mine.mkdir()
     (mine / "headprune-at-work").write_text("mine")
@@ -289,10 +279,10 @@ def test_a_work_folder_with_links_is_none(name: str, tmp_path: Path) -> None:
     assert (mine / "headprune-at-work").read_text() == "mine" and (work / name).is_symlink()
 
 
-def test_on_a_full_disk_an_old_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_full_disk_an_old_file_stays(tmp_path, monkeypatch):
     write_whole(tmp_path / "file", "old")
 
-    def half(path: Path, content: bytes) -> None:
+    def half(path, content):
         with path.open("wb") as stream:
             stream.write(content[:2])
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -306,7 +296,7 @@ def test_on_a_full_disk_an_old_file_stays(tmp_path: Path, monkeypatch: pytest.Mo
 # ----------------------------------------------------------------- ownership
 
 
-def record(folder: Path, name: str) -> None:
+def record(folder, name):
     """Makes a folder into one that headprune wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {
@@ -334,7 +324,7 @@ STRANGERS = ["notes.txt", ".git/HEAD", "sub/x.json", "checkpoints.txt", "a/headp
 STRANGERS += ["my-thesis.partial/chapter.txt", "x.partial", ".my.partial/new/a.txt", "tmpab/a.txt"]
 
 
-def put(folder: Path, name: str) -> Path:
+def put(folder, name):
     """Put a file into a folder."""
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("x")
@@ -342,7 +332,7 @@ def put(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_what_headprune_wrote_is_known_by_its_record(name: str, tmp_path: Path) -> None:
+def test_what_headprune_wrote_is_known_by_its_record(name, tmp_path):
     out = tmp_path / "out"
     record(out, name)
     for file in OURS[name]:
@@ -359,7 +349,7 @@ def test_what_headprune_wrote_is_known_by_its_record(name: str, tmp_path: Path) 
     assert (out / OURS[name][0]).read_text() == "x"
 
 
-def test_reports_may_lie_among_what_headprune_wrote(tmp_path: Path) -> None:
+def test_reports_may_lie_among_what_headprune_wrote(tmp_path):
     write(tmp_path / "out", 1)
     report = json.dumps({"provenance": {}, "model": {}, "differences": []})
     (tmp_path / "out" / "quality.json").write_text(report)
@@ -370,7 +360,7 @@ def test_reports_may_lie_among_what_headprune_wrote(tmp_path: Path) -> None:
         refuse_foreign(tmp_path / "others")
 
 
-def test_strangers_that_come_while_a_command_runs_are_kept(tmp_path: Path) -> None:
+def test_strangers_that_come_while_a_command_runs_are_kept(tmp_path):
     write(tmp_path / "out", 1)
     with (
         pytest.raises(CheckpointError, match="'late.txt' in"),
@@ -382,14 +372,14 @@ def test_strangers_that_come_while_a_command_runs_are_kept(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("missing", ["a", "a/b"])
-def test_an_output_that_cannot_be_is_refused_before_any_work(missing: str, tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_is_refused_before_any_work(missing, tmp_path):
     (tmp_path / "a").write_text("a file")
     with pytest.raises(CheckpointError), claimed(tmp_path / missing, overwrite=True):
         pytest.fail("there was work")
     assert (tmp_path / "a").read_text() == "a file"
 
 
-def test_the_folder_the_user_is_in_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_the_user_is_in_stays(tmp_path, monkeypatch):
     inside = tmp_path / "out" / "inside"
     write(tmp_path / "out", 1)
     monkeypatch.chdir(inside)
@@ -403,7 +393,7 @@ def test_the_folder_the_user_is_in_stays(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """A model that cannot be loaded, a text, and all that commands read, in the current folder."""
     monkeypatch.chdir(tmp_path)
     Path("zoo/model").mkdir(parents=True)
@@ -430,15 +420,13 @@ FOLDERS = [
 ]
 
 
-def everything(folder: Path) -> dict[str, bytes]:
+def everything(folder):
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("line", FOLDERS)
-def test_no_command_replaces_what_it_reads(
-    line: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_replaces_what_it_reads(line, home, capsys):
     (home / "text.txt").write_text("elsewhere")
     record(home / "foreign", "scores.json")
     put(home / "foreign", ".my.partial/new/a.txt")
@@ -454,7 +442,7 @@ def test_no_command_replaces_what_it_reads(
         assert everything(home) == before
 
 
-def test_the_data_of_a_command_is_an_input(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_data_of_a_command_is_an_input(home, capsys):
     write(home / "data", 1)
     (home / "data" / "inside" / "text.txt").write_text("precious")
     for command in (f"score {M} data --overwrite", f"roles {M} data"):
@@ -476,9 +464,7 @@ FILE_OUTPUTS = [
 
 
 @pytest.mark.parametrize("line", FILE_OUTPUTS)
-def test_no_command_writes_a_file_over_an_input_or_a_strangers(
-    line: str, home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_command_writes_a_file_over_an_input_or_a_strangers(line, home, capsys):
     (home / "mine.txt").write_text("precious")
     (home / "folder").mkdir()
     before = everything(home)
@@ -493,7 +479,7 @@ def test_no_command_writes_a_file_over_an_input_or_a_strangers(
         assert everything(home) == before
 
 
-def test_a_part_of_an_input_is_not_replaced_by_its_like(tmp_path: Path) -> None:
+def test_a_part_of_an_input_is_not_replaced_by_its_like(tmp_path):
     record(tmp_path, "headprune.json")
     part = put(tmp_path, "sub/[x].json")
     part.write_text('{"unit": "head", "attentions": {}}')
@@ -503,16 +489,14 @@ def test_a_part_of_an_input_is_not_replaced_by_its_like(tmp_path: Path) -> None:
         pytest.fail("there was work")
 
 
-def test_of_two_writers_of_a_file_one_is_refused(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_two_writers_of_a_file_one_is_refused(home, capsys):
     with another_process(home / "report.json"):
         code, _, err = run(capsys, *f"evaluate {M} {TEXT} report.json".split())
     assert (code, "Another process is writing" in err) == (2, True), err
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
-def test_figures_are_known_by_their_maker(suffix: str, tmp_path: Path) -> None:
+def test_figures_are_known_by_their_maker(suffix, tmp_path):
     figure, file = curve([], "Heads", "size", "loss"), tmp_path / f"heads{suffix}"
     save(figure, file)
     assert ownership.FIGURE(file)
@@ -524,9 +508,7 @@ def test_figures_are_known_by_their_maker(suffix: str, tmp_path: Path) -> None:
         pytest.fail("there was work")
 
 
-def test_a_users_files_beside_an_output_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_users_files_beside_an_output_are_kept(tmp_path, monkeypatch, capsys):
     """Also among the checkpoints of an interrupted run, which goes."""
     monkeypatch.chdir(tmp_path)
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
@@ -545,7 +527,7 @@ def test_a_users_files_beside_an_output_are_kept(
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_an_output_folder_that_safetensors_cannot_open_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_output_folder_that_safetensors_cannot_open_is_refused_at_once(tmp_path):
     strange = tmp_path / "\udcff"
     with pytest.raises(CheckpointError, match="is no UTF-8"), claimed(strange, overwrite=False):
         strange.mkdir()
@@ -557,7 +539,7 @@ def test_an_output_folder_that_safetensors_cannot_open_is_refused_at_once(tmp_pa
 READERS = [["model"], ["model", "--json"], ["no"]]
 
 
-def inspected(home: Path, words: list[str], out: Any, err: Any) -> subprocess.CompletedProcess[str]:
+def inspected(home, words, out, err):
     tiny.save(tiny.model("llama-gqa"), home / "model")
     command = [sys.executable, "-m", "headprune", "inspect", *words]
     return subprocess.run(command, stdout=out, stderr=err, text=True, cwd=home, check=False)
@@ -567,7 +549,7 @@ def inspected(home: Path, words: list[str], out: Any, err: Any) -> subprocess.Co
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
 @pytest.mark.parametrize("both", slow_unless(lambda both: not both, [False, True]))
 @pytest.mark.parametrize("words", slow_unless(lambda words: words == ["model"], READERS))
-def test_output_to_a_full_disk_is_an_error(tmp_path: Path, words: list[str], both: bool) -> None:
+def test_output_to_a_full_disk_is_an_error(tmp_path, words, both):
     """Shown by the exit code alone where errors go there as well."""
     with Path("/dev/full").open("w") as full:
         ended = inspected(tmp_path, words, full, full if both else subprocess.PIPE)
@@ -581,7 +563,7 @@ def test_output_to_a_full_disk_is_an_error(tmp_path: Path, words: list[str], bot
 @pytest.mark.process
 @pytest.mark.parametrize("both", slow_unless(lambda both: both, [False, True]))
 @pytest.mark.parametrize("words", slow_unless(lambda words: words == ["no"], READERS))
-def test_who_reads_may_go(tmp_path: Path, words: list[str], both: bool) -> None:
+def test_who_reads_may_go(tmp_path, words, both):
     """As in ``| head -1``, also of errors: the exit code is that of the command."""
     reads, writes = os.pipe()
     os.close(reads)

@@ -1,9 +1,6 @@
 """headprune pad: heads for any number of GPUs."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,9 +28,7 @@ from tests.test_regularise import IDS, shaped
         ([], 4, (4, 4)),
     ],
 )
-def test_the_fewest_heads_that_divide(
-    group_sizes: list[int], by: int, counts: tuple[int, int]
-) -> None:
+def test_the_fewest_heads_that_divide(group_sizes, by, counts):
     queries, kv_heads = divisible(group_sizes, by)
     assert (len(queries), len(kv_heads)) == counts
     assert [slot for slot in queries if slot is not None] == [*range(sum(group_sizes))]
@@ -48,7 +43,7 @@ def test_the_fewest_heads_that_divide(
 
 @pytest.mark.parametrize("shape", ["ragged", "empty", "uneven", "whole"])
 @pytest.mark.parametrize(("case", "by"), [("llama-gqa", 2), ("qwen2", 8)])
-def test_the_padded_model_computes_the_same(case: str, by: int, shape: str, tmp_path: Path) -> None:
+def test_the_padded_model_computes_the_same(case, by, shape, tmp_path):
     folder, out = tmp_path / "m", tmp_path / "out"
     model = shaped(folder, case, shape)
     record = headprune.pad(folder, out, multiple_of=by).record
@@ -67,7 +62,7 @@ def test_the_padded_model_computes_the_same(case: str, by: int, shape: str, tmp_
     assert not FORMAT.prove(open_source(folder), out, given).passed
 
 
-def test_prune_removes_what_pad_added(tmp_path: Path) -> None:
+def test_prune_removes_what_pad_added(tmp_path):
     model = tiny.model("llama-gqa").to(torch.bfloat16)
     folder, out = tiny.save(model, tmp_path / "m"), tmp_path / "out"
     assert headprune.pad(folder, out, multiple_of=2).record.changes[0].endswith("(zero heads).")
@@ -97,7 +92,7 @@ def test_prune_removes_what_pad_added(tmp_path: Path) -> None:
         ("llama-gqa", 1, "multiple-of"),
     ],
 )
-def test_what_cannot_be_padded(case: str, by: int, why: str, tmp_path: Path) -> None:
+def test_what_cannot_be_padded(case, by, why, tmp_path):
     folder = tiny.save(tiny.model(case), tmp_path / "m")
     with pytest.raises(HeadpruneError, match=why):
         headprune.pad(folder, tmp_path / "out", multiple_of=by)

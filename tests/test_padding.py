@@ -1,20 +1,11 @@
 """Padding decides no number, on whatever side a tokenizer puts it."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import (
-    AutoModelForTokenClassification,
-    PreTrainedModel,
-    Wav2Vec2FeatureExtractor,
-)
+from transformers import AutoModelForTokenClassification, Wav2Vec2FeatureExtractor
 
 from headprune.config import CalibrationConfig, DataConfig, Objective, TrainGatesConfig
 from headprune.config.data import Loss
@@ -38,21 +29,21 @@ CASES = [
 ]
 
 
-def net_of(kind: str, name: str) -> PreTrainedModel:
+def net_of(kind, name):
     """A tiny model of a kind of data."""
     if kind != "tags":
         return tiny.model(name)
     torch.manual_seed(0)
     config = tiny.config(name, num_labels=2)
-    tagger: PreTrainedModel = AutoModelForTokenClassification.from_config(config)
+    tagger = AutoModelForTokenClassification.from_config(config)
     return tagger.eval()
 
 
-def data_of(kind: str, folder: Path) -> DataConfig:
+def data_of(kind, folder):
     """A file of texts of unequal length."""
     file = folder / "rows.jsonl"
-    rows: list[dict[str, Any]] = [{"text": text, "label": "1"} for text in TEXTS]
-    columns: dict[str, Any] = {"text_column": "text", "label_column": "label"}
+    rows = [{"text": text, "label": "1"} for text in TEXTS]
+    columns = {"text_column": "text", "label_column": "label"}
     if kind == "tags":
         rows = [{"text": text.split(), "label": [1] * len(text.split())} for text in TEXTS]
     elif kind == "answers":
@@ -72,7 +63,7 @@ def data_of(kind: str, folder: Path) -> DataConfig:
     return DataConfig(source=str(file), **columns)
 
 
-def outputs(net: PreTrainedModel, batch: Any) -> list[Tensor]:
+def outputs(net, batch):
     """The outputs of each row, without those at its padding."""
     with torch.no_grad():
         given = {name: value for name, value in batch.items() if name != "labels"}
@@ -83,18 +74,18 @@ def outputs(net: PreTrainedModel, batch: Any) -> list[Tensor]:
     return [row[real] if values.dim() == 3 else row for row, real in rows]
 
 
-def alone(net: PreTrainedModel, row: dict[str, Any]) -> Tensor:
+def alone(net, row):
     """What transformers gives for one text, which needs no padding."""
     ids = {name: torch.tensor([row[name]]) for name in ("input_ids", "labels") if name in row}
     if not net.config.is_encoder_decoder:
         ids.pop("labels", None)
     with torch.no_grad():
         result = net(**ids)
-    values: Tensor = result.logits if "logits" in result else result.last_hidden_state
+    values = result.logits if "logits" in result else result.last_hidden_state
     return values[0]
 
 
-def gathered(kind: str, name: str, side: str, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
+def gathered(kind, name, side, folder):
     """The outputs of a batch, and those of its texts one by one."""
     net, tokenizer, data = net_of(kind, name), tiny.tokenizer(), data_of(kind, folder)
     tokenizer.padding_side, tokenizer.chat_template = side, TEMPLATE
@@ -109,9 +100,7 @@ def gathered(kind: str, name: str, side: str, folder: Path) -> tuple[list[Tensor
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize(("kind", "name"), CASES)
-def test_a_batch_gives_what_its_texts_give_alone(
-    kind: str, name: str, side: str, tmp_path: Path
-) -> None:
+def test_a_batch_gives_what_its_texts_give_alone(kind, name, side, tmp_path):
     for got, wanted in zip(*gathered(kind, name, side, tmp_path), strict=True):
         torch.testing.assert_close(got, wanted)
 
@@ -125,16 +114,14 @@ def test_a_batch_gives_what_its_texts_give_alone(
         ("pairs", "bart"),
     ],
 )
-def test_padding_on_the_left_would_show(
-    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_on_the_left_would_show(kind, name, tmp_path, monkeypatch):
     monkeypatch.setattr(of_data, "padded", partial(padded, side="left"))
     found = zip(*gathered(kind, name, "left", tmp_path), strict=True)
     assert max(float((got - wanted).abs().max()) for got, wanted in found) > 1e-2
 
 
 @pytest.mark.parametrize("name", ["gpt2-classifier", "llama-classifier"])
-def test_a_decoder_finds_the_end_of_a_text_by_the_padding_of_its_config(name: str) -> None:
+def test_a_decoder_finds_the_end_of_a_text_by_the_padding_of_its_config(name):
     net, tokenizer = tiny.model(name), tiny.tokenizer()
     tokenizer.pad_token = "<mask>"  # the config says <pad>
     rows = of_data.Dataset.from_dict(dict(tokenizer(TEXTS)))
@@ -142,7 +129,7 @@ def test_a_decoder_finds_the_end_of_a_text_by_the_padding_of_its_config(name: st
     assert quality.predictions(net, rows, tokenizer, 4).tolist() == [int(x) for x in wanted]
 
 
-def test_a_tokenizer_may_make_no_mask() -> None:
+def test_a_tokenizer_may_make_no_mask():
     net, tokenizer = tiny.model("bert-base"), tiny.tokenizer()
     tokenizer.model_input_names = ["input_ids"]
     rows = of_data.Dataset.from_dict({"input_ids": tokenizer(TEXTS)["input_ids"]})
@@ -152,21 +139,21 @@ def test_a_tokenizer_may_make_no_mask() -> None:
     torch.testing.assert_close(torch.tensor(got).float(), unit)
 
 
-def test_recordings_are_padded_at_their_end() -> None:
+def test_recordings_are_padded_at_their_end():
     from headprune.data.audio import features_of
 
     class Sounds:
-        def sound(self, number: int, rate: int) -> Any:
+        def sound(self, number, rate):
             return torch.arange(1, 400 * (number + 1)).float().numpy()
 
     extractor = Wav2Vec2FeatureExtractor(padding_side="left", do_normalize=False)
     processor = of_data.SpeechProcessor(extractor)
-    made: Any = features_of
+    made = features_of
     features = made.__wrapped__(Sounds(), tiny.model("wav2vec2"), processor, [0, 1])
     assert features["input_values"][0, 0] == 1 and features["input_values"][0, -1] == 0
 
 
-def test_a_loss_is_that_of_single_texts(tmp_path: Path) -> None:
+def test_a_loss_is_that_of_single_texts(tmp_path):
     net, data = tiny.model("gpt2-classifier"), data_of("classes", tmp_path)
     losses = {}
     for side in ("right", "left"):

@@ -1,7 +1,5 @@
 """Pairs of source and target: what the decoder of an encoder-decoder reads for its labels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ LABELS = torch.tensor([[12, 13, 14], [15, 3, -100]])
 
 @pytest.mark.parametrize("case", ["bart", "t5", "marian", "m2m_100", "blenderbot"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_decoder_reads_what_the_model_makes_of_labels(case: str, dtype: torch.dtype) -> None:
+def test_the_decoder_reads_what_the_model_makes_of_labels(case, dtype):
     """Some models have a function for it, and some (M2M-100, Blenderbot) do it inside."""
     model = tiny.model(case, dtype)
     wanted = model(input_ids=SOURCE, labels=LABELS).logits
@@ -25,7 +23,7 @@ def test_the_decoder_reads_what_the_model_makes_of_labels(case: str, dtype: torc
     assert not torch.equal(model(input_ids=SOURCE, decoder_input_ids=other).logits, wanted)
 
 
-def test_a_config_without_a_first_token_is_refused() -> None:
+def test_a_config_without_a_first_token_is_refused():
     model = tiny.model("m2m_100")
     model.config.decoder_start_token_id = None
     with pytest.raises(CheckpointError, match="has no decoder_start_token_id"):

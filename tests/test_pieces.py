@@ -1,25 +1,19 @@
 """Calibration on all sequences at once, of which modules see a few at a time."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 import headprune
 from headprune.model import passes
 from headprune.model.attention import attention_of
 from headprune.model.passes import entering_output, in_pieces, in_sequence, run_model
 from headprune.model.probes import probe_inputs
-from headprune.runtime.modeling_headprune import Attention
 from tests import tiny
 from tests.marks import slow_unless
 
@@ -27,17 +21,17 @@ CASES = tuple(case for case in tiny.FAMILY_CASES if case != "albert")  # whose l
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch):
     monkeypatch.setattr(passes, "TOKENS", 32)  # two sequences of 16
 
 
 @contextmanager
-def counted(model: PreTrainedModel, kind: type[nn.Module]) -> Iterator[dict[str, list[int]]]:
+def counted(model, kind):
     """How many sequences every module of a kind is given, call by call."""
-    seen: dict[str, list[int]] = {}
+    seen = {}
 
-    def note(name: str) -> Any:
-        def called(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def note(name):
+        def called(module, args, kwargs):
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             if tensors:
                 seen.setdefault(name, []).append(len(tensors[0]))
@@ -54,7 +48,7 @@ def counted(model: PreTrainedModel, kind: type[nn.Module]) -> Iterator[dict[str,
         handle.remove()
 
 
-def batch() -> Any:
+def batch():
     ids = torch.randint(5, 60, (5, 16), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids}
 
@@ -71,15 +65,15 @@ def batch() -> Any:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_are_those_of_all_at_once(case: str, inner: str, dtype: torch.dtype) -> None:
+def test_states_are_those_of_all_at_once(case, inner, dtype):
     model = tiny.model(case).to(dtype)
     attentions = attention_of(model)
     watched = {p.module for a in attentions for p in a.projections}
     inside = {name for name, module in model.named_modules() if module in watched}
     given = batch() | ({"decoder_input_ids": batch()["input_ids"]} if case == "t5" else {})
-    wanted: Tensor = run_model(model, given)[0]
+    wanted = run_model(model, given)[0]
     with in_pieces(model, attentions), counted(model, nn.Module) as seen:
-        found: Tensor = run_model(model, given)[0]
+        found = run_model(model, given)[0]
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert inside and all(seen[name] == [5] for name in inside)
     assert next(calls for name, calls in seen.items() if name.endswith(inner)) == [2, 2, 1]
@@ -87,16 +81,16 @@ def test_states_are_those_of_all_at_once(case: str, inner: str, dtype: torch.dty
 
 
 @torch.no_grad()
-def test_a_piece_in_the_wrong_place_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_in_the_wrong_place_would_show(monkeypatch):
     model = tiny.model("llama-gqa")
-    wanted: Tensor = run_model(model, batch())[0]
+    wanted = run_model(model, batch())[0]
     split = Tensor.split
     monkeypatch.setattr(Tensor, "split", lambda x, size: split(x.flip(0), size))
     with in_pieces(model, attention_of(model)):
         assert not torch.allclose(run_model(model, batch())[0], wanted, rtol=1e-3)
 
 
-def test_the_model_is_as_before_after_an_error() -> None:
+def test_the_model_is_as_before_after_an_error():
     model = tiny.model("llama-gqa")
     patched = False
     with suppress(RuntimeError), in_pieces(model, attention_of(model)):
@@ -105,7 +99,7 @@ def test_the_model_is_as_before_after_an_error() -> None:
     assert patched and not any("forward" in vars(module) for module in model.modules())
 
 
-COMMANDS: dict[str, dict[str, Any]] = {
+COMMANDS = {
     "prune": {"plan": "plan.json", "refit": "text.txt"},
     "convert-gqa": {"kv_heads": 1, "calibrate": "text.txt"},
 }
@@ -118,15 +112,13 @@ COMMANDS: dict[str, dict[str, Any]] = {
         product(COMMANDS, [torch.float32, torch.bfloat16]),
     ),
 )
-def test_a_result_is_the_same_in_pieces_and_layer_by_layer(
-    command: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_is_the_same_in_pieces_and_layer_by_layer(command, dtype, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny.save(tiny.model("llama-gqa").to(dtype), tmp_path / "model")
     Path("text.txt").write_text(tiny.text(600))
     Path("plan.json").write_text('{"model.layers.0.self_attn": [0, 1]}')
 
-    def made(name: str, tokens: int, **others: Any) -> dict[str, Tensor]:
+    def made(name, tokens, **others):
         monkeypatch.setattr(passes, "TOKENS", tokens)
         settings = {"seq_len": 16, "calibration_tokens": 256, **COMMANDS[command], **others}
         getattr(headprune, command.replace("-", "_"))("model", output=name, **settings)
@@ -144,11 +136,11 @@ def test_a_result_is_the_same_in_pieces_and_layer_by_layer(
     assert any((other[name] - split[name]).abs().max() > 0.05 for name in split)
 
 
-def entered(model: PreTrainedModel, given: Any, tokens: int) -> dict[str, Tensor]:
+def entered(model, given, tokens):
     """What enters every output projection of a pass in which modules see so many tokens at once."""
-    found: dict[str, Tensor] = {}
+    found = {}
 
-    def enter(attention: Attention, x: Tensor) -> Tensor:
+    def enter(attention, x):
         found[attention.path] = x.clone()
         return x
 
@@ -158,14 +150,14 @@ def entered(model: PreTrainedModel, given: Any, tokens: int) -> dict[str, Tensor
     return found
 
 
-def of_five(model: PreTrainedModel) -> Any:
+def of_five(model):
     """Five examples of whatever it takes; texts are of unequal length and padded."""
     three = [probe_inputs(model, seed) for seed in range(3)]
     return {name: torch.cat([inputs[name] for inputs in three])[:5] for name in three[0]}
 
 
 @pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(CASES).__contains__, CASES))
-def test_attention_in_pieces_gives_what_it_gives_of_all(case: str) -> None:
+def test_attention_in_pieces_gives_what_it_gives_of_all(case):
     model = tiny.model(case)
     given = of_five(model)
     whole, split = entered(model, given, 10**6), entered(model, given, 48)
@@ -179,11 +171,11 @@ def test_attention_in_pieces_gives_what_it_gives_of_all(case: str) -> None:
 class Attends(nn.Module):
     """Attention with something about it that pieces must not pass over."""
 
-    def __init__(self, projection: nn.Linear, after: Any) -> None:
+    def __init__(self, projection, after):
         super().__init__()
         self.projection, self.after = projection, after
 
-    def forward(self, hidden_states: Tensor, **others: Any) -> Any:
+    def forward(self, hidden_states, **others):
         return self.after(self.projection(hidden_states), others)
 
 
@@ -203,7 +195,7 @@ class Attends(nn.Module):
         (lambda out, others: out, {"past_key_values": object()}, False),
     ],
 )
-def test_what_cannot_be_told_apart_runs_together(after: Any, given: Any, split: bool) -> None:
+def test_what_cannot_be_told_apart_runs_together(after, given, split):
     projection = nn.Linear(4, 4)
     module, states = Attends(projection, after), torch.randn(5, 16, 4)
     found = entering_output(module.forward, projection, (states,), given)

@@ -1,10 +1,6 @@
 """Embeddings are made as the files of sentence-transformers beside a model say."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +21,7 @@ OLD = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens"}
 TEXTS = [tiny.text(n, seed=n).capitalize() for n in (3, 31, 12, 7)]
 PROMPTS = {"prompts": {"query": "w3 w4 w5 ", "document": ""}, "default_prompt_name": "query"}
 OF_POOLING, OF_ALL = "1_Pooling/config.json", "config_sentence_transformers.json"
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     **{mode: {OF_POOLING: {"pooling_mode": mode}} for mode in MODES},
     "several": {OF_POOLING: {"pooling_mode": ["cls", "mean", "mean_sqrt_len_tokens"]}},
     "flags": {OF_POOLING: {f"pooling_mode_{name}": True for name in OLD.values()}},
@@ -63,7 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def described(folder: Path, files: dict[str, Any], *further: str) -> Path:
+def described(folder, files, *further):
     """A tiny encoder with files of sentence-transformers."""
     tiny.save(tiny.model("bert-base"), folder)
     kinds = ("Transformer", "Pooling", *further)
@@ -80,7 +76,7 @@ def described(folder: Path, files: dict[str, Any], *further: str) -> Path:
     return folder
 
 
-def embedded(folder: Path, texts: list[str] = TEXTS) -> Any:
+def embedded(folder, texts=TEXTS):
     """Embeddings as ``evaluate`` makes them."""
     file = folder.parent / f"{folder.name}.jsonl"
     rows = zip(texts[::2], texts[1::2], (0, 1), strict=True)
@@ -93,7 +89,7 @@ def embedded(folder: Path, texts: list[str] = TEXTS) -> Any:
 
 @pytest.mark.filterwarnings("ignore")  # of sentence-transformers, and of cut sequences
 @pytest.mark.parametrize("name", SETTINGS)
-def test_embeddings_are_those_of_sentence_transformers(name: str, tmp_path: Path) -> None:
+def test_embeddings_are_those_of_sentence_transformers(name, tmp_path):
     library = pytest.importorskip("sentence_transformers")
     folder = described(tmp_path / "model", SETTINGS[name], "Normalize")
     model = library.SentenceTransformer(str(folder), device="cpu")
@@ -106,7 +102,7 @@ def test_embeddings_are_those_of_sentence_transformers(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("mode", OLD)
-def test_older_files_say_it_by_flags(mode: str, tmp_path: Path) -> None:
+def test_older_files_say_it_by_flags(mode, tmp_path):
     flags = {f"pooling_mode_{name}": name == OLD[mode] for name in OLD.values()}
     folder = described(tmp_path, {OF_POOLING: flags}, "Normalize")
     assert recipe_of(headprune.from_pretrained(folder)).pooling == (mode,)
@@ -134,9 +130,7 @@ def test_older_files_say_it_by_flags(mode: str, tmp_path: Path) -> None:
         ((), {OF_POOLING: {"pooling_mode_entmax": True}}, "made by pooling_mode_entmax True"),
     ],
 )
-def test_what_is_not_followed_is_refused_by_name(
-    further: tuple[str, ...], files: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_what_is_not_followed_is_refused_by_name(further, files, why, tmp_path):
     with pytest.raises(FamilyError, match=why):
         embedded(described(tmp_path / "model", files, *further))
 
@@ -145,9 +139,7 @@ def test_what_is_not_followed_is_refused_by_name(
 @pytest.mark.parametrize(
     "order", [("Pooling", "Transformer"), ("Normalize", "Transformer", "Pooling")]
 )
-def test_modules_in_an_order_that_the_library_does_not_take(
-    order: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_modules_in_an_order_that_the_library_does_not_take(order, tmp_path):
     library = pytest.importorskip("sentence_transformers")
     folder = described(tmp_path / "model", {}, "Normalize")
     file = folder / "modules.json"
@@ -159,7 +151,7 @@ def test_modules_in_an_order_that_the_library_does_not_take(
         embedded(folder)
 
 
-def test_a_folder_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_read_anew(tmp_path, monkeypatch):
     folders = {
         mode: described(tmp_path / mode, {OF_POOLING: {"pooling_mode": mode}})
         for mode in ("cls", "max")
@@ -176,7 +168,7 @@ def test_a_folder_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert read_as_embedded(tiny.tokenizer(), folders["max"]).model_max_length == 6
 
 
-def test_damaged_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_files_are_refused(tmp_path):
     folder = described(tmp_path / "model", {OF_ALL: {"default_prompt_name": "absent"}})
     with pytest.raises(CheckpointError, match="settings beside it that are none"):
         embedded(folder)
@@ -186,7 +178,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         embedded(folder)
 
 
-def test_healing_looks_at_the_tokens_that_the_embedding_is_made_of(tmp_path: Path) -> None:
+def test_healing_looks_at_the_tokens_that_the_embedding_is_made_of(tmp_path):
     batch = {"input_ids": torch.arange(5, 21).reshape(2, 8)}
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][1, 6:] = 0
@@ -205,7 +197,7 @@ def test_healing_looks_at_the_tokens_that_the_embedding_is_made_of(tmp_path: Pat
         assert not torch.allclose(found, every)
 
 
-def test_a_result_keeps_its_pooling(tmp_path: Path) -> None:
+def test_a_result_keeps_its_pooling(tmp_path):
     folder = described(tmp_path / "model", {OF_POOLING: {"pooling_mode": "cls"}})
     plan = classes.plan_of_one_unit(headprune.from_pretrained(folder), tmp_path / "plan.json")
     headprune.prune(folder, tmp_path / "cut", plan=plan)

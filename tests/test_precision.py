@@ -1,12 +1,7 @@
 """Half precision, from checkpoint to result: computed in float32, written as it was."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,7 +43,6 @@ from headprune.result import prune as pruning
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune
 from headprune.result.verify import verify
-from headprune.result.write import Pruned
 from headprune.schemas.plan import Plan
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.merges import MERGES
@@ -63,25 +57,25 @@ CONVERT = ConvertConfig(kv_heads=1, calibration_tokens=600, seq_len=16)
 
 
 @pytest.fixture(params=HALVES)
-def half(request: pytest.FixtureRequest) -> torch.dtype:
+def half(request):
     return HALVES[request.param]
 
 
 @pytest.fixture
-def data(text_file: Path) -> DataConfig:
+def data(text_file):
     return DataConfig(source=str(text_file))
 
 
-def saved(case: str, dtype: torch.dtype, folder: Path) -> Path:
+def saved(case, dtype, folder):
     return tiny.save(tiny.model(case, dtype), folder)
 
 
-def dtypes_on_disk(folder: Path) -> set[torch.dtype]:
+def dtypes_on_disk(folder):
     tensors = load_file(folder / "model.safetensors").values()
     return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
 
-def sound(result: Pruned, dtype: torch.dtype, base: Path | None = None) -> None:
+def sound(result, dtype, base=None):
     """What every result in half precision must be."""
     found = result.manifest.proof
     assert found.dtype == "float32"
@@ -108,7 +102,7 @@ def sound(result: Pruned, dtype: torch.dtype, base: Path | None = None) -> None:
     ),
     indirect=["half"],
 )
-def test_a_plan_with_gate_values(case: str, half: torch.dtype, tmp_path: Path) -> None:
+def test_a_plan_with_gate_values(case, half, tmp_path):
     base = saved(case, half, tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(base))
     result = prune(base, tmp_path / "out", CutRequest(plan=plan))
@@ -124,7 +118,7 @@ def test_a_plan_with_gate_values(case: str, half: torch.dtype, tmp_path: Path) -
     assert prune(base, tmp_path / "bare", CutRequest(plan=bare)).manifest.proof.cast == 0.0
 
 
-def test_trained_gates(half: torch.dtype, data: DataConfig, tmp_path: Path) -> None:
+def test_trained_gates(half, data, tmp_path):
     base = saved("llama-gqa", half, tmp_path / "model")
     settings = TrainGatesConfig(target_heads=0.5, unit=Unit.HEAD, steps=4, batch_size=2, seq_len=16)
     train_gates(base, data, tmp_path / "gates", settings)
@@ -136,7 +130,7 @@ def test_trained_gates(half: torch.dtype, data: DataConfig, tmp_path: Path) -> N
     )
 
 
-def test_scores_and_a_refit(half: torch.dtype, data: DataConfig, tmp_path: Path) -> None:
+def test_scores_and_a_refit(half, data, tmp_path):
     base = saved("llama-gqa", half, tmp_path / "model")
     score(
         base,
@@ -160,9 +154,7 @@ def test_scores_and_a_refit(half: torch.dtype, data: DataConfig, tmp_path: Path)
     assert result.manifest.proof.cast > 1e-6
 
 
-def test_a_refit_is_that_of_the_float32_copy(
-    half: torch.dtype, data: DataConfig, tmp_path: Path
-) -> None:
+def test_a_refit_is_that_of_the_float32_copy(half, data, tmp_path):
     base = saved("llama-gqa", half, tmp_path / "half")
     model = headprune.from_pretrained(base, dtype=torch.float32)
     wide, plan = tiny.save(model, tmp_path / "wide"), uneven_plan(model)
@@ -178,9 +170,7 @@ def test_a_refit_is_that_of_the_float32_copy(
     assert any(not torch.equal(others[name], ours[name]) for name in ours)
 
 
-def test_calibration_keeps_bfloat16_where_the_device_multiplies_it(
-    data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calibration_keeps_bfloat16_where_the_device_multiplies_it(data, tmp_path, monkeypatch):
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     request = CutRequest(plan=uneven_plan(headprune.from_pretrained(base)))
     files = {}
@@ -206,9 +196,7 @@ def test_calibration_keeps_bfloat16_where_the_device_multiplies_it(
     ),
     indirect=["half"],
 )
-def test_every_merge(
-    case: str, merge: str, half: torch.dtype, data: DataConfig, tmp_path: Path
-) -> None:
+def test_every_merge(case, merge, half, data, tmp_path):
     base = saved(case, half, tmp_path / "model")
     config = CONVERT.model_copy(update={"merge": merge})
     calibrate = data if merge == "lowrank" else None
@@ -216,9 +204,7 @@ def test_every_merge(
     sound(result.pruned, half)
 
 
-def test_evaluation_is_in_what_the_checkpoint_holds(
-    half: torch.dtype, data: DataConfig, tmp_path: Path
-) -> None:
+def test_evaluation_is_in_what_the_checkpoint_holds(half, data, tmp_path):
     base = saved("llama-gqa", half, tmp_path / "model")
     out = prune(
         base, tmp_path / "out", CutRequest(plan=uneven_plan(headprune.from_pretrained(base)))
@@ -236,7 +222,7 @@ def test_evaluation_is_in_what_the_checkpoint_holds(
     sound(again, half, out)
 
 
-def test_a_wrong_cut_fails_in_bfloat16_as_well(tmp_path: Path) -> None:
+def test_a_wrong_cut_fails_in_bfloat16_as_well(tmp_path):
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     net = headprune.from_pretrained(base, dtype=torch.float32)
     expected = equivalence.expect(net, resolve(uneven_plan(net), net))
@@ -251,7 +237,7 @@ def test_a_wrong_cut_fails_in_bfloat16_as_well(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", tiny.present("gemma3_text", "llama-gqa", "gpt2", "falcon-alibi"))
-def test_widened_is_what_loading_in_float32_gives(case: str, tmp_path: Path) -> None:
+def test_widened_is_what_loading_in_float32_gives(case, tmp_path):
     base = saved(case, torch.bfloat16, tmp_path / "model")
     loaded = headprune.from_pretrained(base, dtype=torch.float32)
     half = headprune.from_pretrained(base)
@@ -262,7 +248,7 @@ def test_widened_is_what_loading_in_float32_gives(case: str, tmp_path: Path) -> 
     assert equivalence.difference(wanted, probes.probe(widened(half), inputs)) == 0.0
 
 
-def test_another_type_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_another_type_is_written_when_it_is_asked_for(tmp_path):
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(base))
     result = prune(
@@ -285,7 +271,7 @@ def test_another_type_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
     assert same.manifest.proof.dtype == "float64"
 
 
-def test_a_mixed_checkpoint_is_kept_tensor_by_tensor(data: DataConfig, tmp_path: Path) -> None:
+def test_a_mixed_checkpoint_is_kept_tensor_by_tensor(data, tmp_path):
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     weights = load_file(base / "model.safetensors")
     wide = {n for n in weights if "norm" in n} | {"model.layers.1.self_attn.o_proj.weight"}
@@ -303,7 +289,7 @@ def test_a_mixed_checkpoint_is_kept_tensor_by_tensor(data: DataConfig, tmp_path:
     assert verify(out.output).passed
 
 
-def test_a_tied_embedding_of_another_type_is_kept(tmp_path: Path) -> None:
+def test_a_tied_embedding_of_another_type_is_kept(tmp_path):
     model = tiny.model("gpt2", torch.bfloat16)
     base = tiny.save(model, tmp_path / "model")
     weights = load_file(base / "model.safetensors")
@@ -321,7 +307,7 @@ def test_a_tied_embedding_of_another_type_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", tiny.present("qwen3_moe", "gpt_neox", "vit"))
-def test_types_are_found_under_the_names_on_disk(case: str, tmp_path: Path) -> None:
+def test_types_are_found_under_the_names_on_disk(case, tmp_path):
     base = saved(case, torch.bfloat16, tmp_path / "model")
     weights = load_file(base / "model.safetensors")
     # the output projections, whatever they are called there
@@ -346,14 +332,14 @@ def test_types_are_found_under_the_names_on_disk(case: str, tmp_path: Path) -> N
     assert {n: t.dtype for n, t in again.items()} == {n: t.dtype for n, t in mixed.items()}
 
 
-def test_rounding_says_whether_it_changed_anything() -> None:
+def test_rounding_says_whether_it_changed_anything():
     net = tiny.model("llama-gqa")
     assert StoredDtypes(torch.bfloat16).round(net)
     assert not StoredDtypes(torch.bfloat16).round(net)
     assert not StoredDtypes(torch.float32).narrows(net)
 
 
-def overflowing(tmp_path: Path, weight: float) -> Path:
+def overflowing(tmp_path, weight):
     model = tiny.model("llama-gqa")
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight.fill_(weight)
@@ -361,7 +347,7 @@ def overflowing(tmp_path: Path, weight: float) -> Path:
     return tiny.save(model.to(torch.bfloat16), tmp_path / "model")
 
 
-COMMANDS: dict[str, Callable[[Path, DataConfig, Path, Dtype], Any]] = {
+COMMANDS = {
     "score": lambda m, d, o, t: score(
         m, o, SMALL.model_copy(update={"dtype": t}).part(ScoreConfig, criterion=["fisher"]), d
     ),
@@ -374,9 +360,7 @@ COMMANDS: dict[str, Callable[[Path, DataConfig, Path, Dtype], Any]] = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_an_overflow_is_refused_before_any_work(
-    command: str, data: DataConfig, tmp_path: Path
-) -> None:
+def test_an_overflow_is_refused_before_any_work(command, data, tmp_path):
     base = overflowing(tmp_path, 300.0)
     refusal = "overflows in float16: its outputs are not finite.*dtype=float32"
     with pytest.raises(CheckpointError, match=refusal):
@@ -385,7 +369,7 @@ def test_an_overflow_is_refused_before_any_work(
     COMMANDS[command](base, data, tmp_path / "out", Dtype.AUTO)
 
 
-def test_a_result_that_would_overflow_is_refused_before_any_work(tmp_path: Path) -> None:
+def test_a_result_that_would_overflow_is_refused_before_any_work(tmp_path):
     base = overflowing(tmp_path, 300.0)
     plan = uneven_plan(headprune.from_pretrained(base))
     with pytest.raises(CheckpointError, match="not finite.*--config out_dtype=bfloat16"):
@@ -400,7 +384,7 @@ def test_a_result_that_would_overflow_is_refused_before_any_work(tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-def test_damaged_weights_are_named(data: DataConfig, tmp_path: Path) -> None:
+def test_damaged_weights_are_named(data, tmp_path):
     model = tiny.model("llama-gqa", torch.bfloat16)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
@@ -409,13 +393,13 @@ def test_damaged_weights_are_named(data: DataConfig, tmp_path: Path) -> None:
         score(base, tmp_path / "scores", SMALL.part(ScoreConfig, criterion=["fisher"]), data)
 
 
-def test_a_type_that_the_device_lacks_is_refused() -> None:
+def test_a_type_that_the_device_lacks_is_refused():
     refuse_missing_dtype(torch.bfloat16, "cpu")
     with pytest.raises(HeadpruneError, match="'cpu' cannot compute in float8_e4m3fn"):
         refuse_missing_dtype(torch.float8_e4m3fn, "cpu")
 
 
-def test_quantised_checkpoints_are_refused_by_name(data: DataConfig, tmp_path: Path) -> None:
+def test_quantised_checkpoints_are_refused_by_name(data, tmp_path):
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     config = json.loads((base / "config.json").read_text())
     packed = {**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}
@@ -438,13 +422,11 @@ def test_quantised_checkpoints_are_refused_by_name(data: DataConfig, tmp_path: P
         score(base, tmp_path / "scores", SMALL.part(ScoreConfig, criterion=["fisher"]), data)
 
 
-def test_a_proof_that_would_show_nothing_is_refused_before_the_work(
-    data: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proof_that_would_show_nothing_is_refused_before_the_work(data, tmp_path, monkeypatch):
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     monkeypatch.setattr(equivalence, "probe_rounding", lambda *_: equivalence.Rounding(0.5))
 
-    def worked(*_: Any, **__: Any) -> None:
+    def worked(*_, **__):
         raise AssertionError("it went to work")
 
     monkeypatch.setattr(pruning, "judged_refit", worked)
@@ -465,7 +447,7 @@ def test_a_proof_that_would_show_nothing_is_refused_before_the_work(
 
 @pytest.mark.parametrize("case", ["bert-mlm", "bert-classifier", "gpt2"])
 @pytest.mark.parametrize("named", [None, "BertForSomethingElse"])
-def test_tensors_without_a_place_are_refused(case: str, named: str | None, tmp_path: Path) -> None:
+def test_tensors_without_a_place_are_refused(case, named, tmp_path):
     base = tiny.save(tiny.untied(tiny.model(case)), tmp_path / "model")
     config = json.loads((base / "config.json").read_text())
     cls = config["architectures"][0]
@@ -480,7 +462,7 @@ def test_tensors_without_a_place_are_refused(case: str, named: str | None, tmp_p
     assert set(stored_tensors(out)) == set(stored_tensors(base))
 
 
-def test_tensors_of_no_class_are_refused(tmp_path: Path) -> None:
+def test_tensors_of_no_class_are_refused(tmp_path):
     base = saved("llama-gqa", torch.bfloat16, tmp_path / "model")
     weights = load_file(base / "model.safetensors")
     weights["adapter.up.weight"] = torch.ones(3, 3)
@@ -495,7 +477,7 @@ def test_tensors_of_no_class_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", tiny.present("gpt2", "gpt_neo", "gptj"))
-def test_masks_of_old_checkpoints_are_no_weights(case: str, tmp_path: Path) -> None:
+def test_masks_of_old_checkpoints_are_no_weights(case, tmp_path):
     base = saved(case, torch.float32, tmp_path / "model")
     weights = load_file(base / "model.safetensors")
     inside = "attn.attention" if case == "gpt_neo" else "attn"
@@ -515,7 +497,7 @@ def test_masks_of_old_checkpoints_are_no_weights(case: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "case", slow_unless(tiny.one_per_row(tiny.FAMILY_CASES).__contains__, tiny.FAMILY_CASES)
 )
-def test_a_result_has_every_tensor_of_its_original(case: str, tmp_path: Path) -> None:
+def test_a_result_has_every_tensor_of_its_original(case, tmp_path):
     base = tiny.save(tiny.model(case), tmp_path / "model")
     net = headprune.from_pretrained(base)
     cut_heads(net, resolve(uneven_plan(net, 0), net))

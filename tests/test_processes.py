@@ -1,15 +1,11 @@
 """Several processes train as one: the same batches, the same result, one folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,11 +33,11 @@ from headprune.result.verify import verify
 from headprune.schemas.gates import read_metadata
 from tests import forked, tiny
 
-SETTINGS: dict[str, Any] = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3}
+SETTINGS = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     tiny.save(tiny.model("llama-mha"), folder / "model")
     (folder / "text.txt").write_text(tiny.text(2_000))
@@ -49,17 +45,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def full(command: tuple[str, ...]) -> list[str]:
+def full(command):
     others = [f"--{k.replace('_', '-')}={v}" for k, v in SETTINGS.items() if k != "learning_rate"]
     return [*command, "--data", "text.txt", *others]
 
 
-def together(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def together(folder, *command):
     """Runs a command in two processes on the CPU."""
     return forked.together(2, *full(command), folder=folder)
 
 
-def launched(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def launched(folder, *command):
     """The same by torchrun, which starts them from nothing."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
@@ -74,18 +70,18 @@ def launched(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def furthest(folder: Path, one: str, other: str) -> float:
+def furthest(folder, one, other):
     """The largest difference between the weights of two models."""
     a, b = (load_file(folder / name / "model.safetensors") for name in (one, other))
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-def losses(folder: Path) -> list[float]:
+def losses(folder):
     return [json.loads(line)["loss"] for line in (folder / "heal.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.process
-def test_two_processes_heal_as_one_does(folder: Path) -> None:
+def test_two_processes_heal_as_one_does(folder):
     # bfloat16 rounds by how large a batch is; Muon orthogonalises in it
     command = (
         "heal",
@@ -121,7 +117,7 @@ def test_two_processes_heal_as_one_does(folder: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("start", [together, pytest.param(launched, marks=pytest.mark.slow)])
-def test_two_processes_train_gates(start: Start, folder: Path) -> None:
+def test_two_processes_train_gates(start, folder):
     command = ("train-gates", "model", "--target-heads", "0.5", "gates")
     done = start(folder, *command, "--overwrite")
     assert done.returncode == 0, done.stderr
@@ -140,7 +136,7 @@ def test_two_processes_train_gates(start: Start, folder: Path) -> None:
 
 
 @pytest.mark.process
-def test_two_processes_choose_as_one_does(folder: Path) -> None:
+def test_two_processes_choose_as_one_does(folder):
     how = ("--method", "refit", "--target-heads", "0.5")
     done = together(folder, "train-gates", "model", *how, "refitted")
     assert done.returncode == 0, done.stderr
@@ -160,7 +156,7 @@ def test_two_processes_choose_as_one_does(folder: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_what_the_main_process_cannot_do_ends_all(folder: Path) -> None:
+def test_what_the_main_process_cannot_do_ends_all(folder):
     """Only the main process looks into the output of train-gates."""
     (folder / "taken").mkdir()
     (folder / "taken" / "note").write_text("mine")
@@ -171,7 +167,7 @@ def test_what_the_main_process_cannot_do_ends_all(folder: Path) -> None:
     assert [path.name for path in (folder / "taken").iterdir()] == ["note"]
 
 
-def test_batches_are_shared_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_shared_evenly(monkeypatch):
     assert processes.share_of(3) == 3
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert processes.share_of(4) == 2
@@ -183,9 +179,7 @@ def test_batches_are_shared_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
         processes.share_of(4)
 
 
-def test_other_commands_are_run_by_one_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_commands_are_run_by_one_process(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr("sys.argv", ["headprune", "inspect", "model"])
@@ -196,9 +190,7 @@ def test_other_commands_are_run_by_one_process(
 
 
 @pytest.mark.parametrize("command", ["inspect", "heal"])
-def test_what_a_launcher_left_behind_is_named(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_launcher_left_behind_is_named(command, monkeypatch, capsys):
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)

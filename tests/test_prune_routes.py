@@ -1,10 +1,6 @@
 """Whatever decides a cut, gates, scores with a budget or a plan: every option has its effect."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,7 @@ from tests import tiny
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A model whose first layer hardly writes, and its scores by two criteria."""
     root = tmp_path_factory.mktemp("routes")
     net = tiny.model("llama-mha")
@@ -31,7 +27,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def cut(place: Path, output: Path, **given: Any) -> tuple[Any, dict[str, Any], list[int]]:
+def cut(place, output, **given):
     """The result, its record, and the heads that each layer keeps."""
     given = {"criterion": "magnitude", "refit": "none", **given}
     done = headprune.prune(place / "model", output, scores=place / "scores", **given)
@@ -39,14 +35,11 @@ def cut(place: Path, output: Path, **given: Any) -> tuple[Any, dict[str, Any], l
     return done, made, [len(part["query_heads"]) for part in made["layout"].values()]
 
 
-BUDGETS = {
-    "keep": {"keep": 0.5},
-    "params": {"max_params": 70_000},
-}
+BUDGETS = {"keep": {"keep": 0.5}, "params": {"max_params": 70_000}}
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_a_result_from_scores_names_them(budget: str, place: Path, tmp_path: Path) -> None:
+def test_a_result_from_scores_names_them(budget, place, tmp_path):
     given = BUDGETS[budget]
     done, made, heads = cut(place, tmp_path / "out", **given, criterion="compensated")
     evidence, scored = (
@@ -60,16 +53,14 @@ def test_a_result_from_scores_names_them(budget: str, place: Path, tmp_path: Pat
     assert sum(heads) < 24
 
 
-def test_a_layer_keeps_a_head_where_an_engine_needs_one(place: Path, tmp_path: Path) -> None:
+def test_a_layer_keeps_a_head_where_an_engine_needs_one(place, tmp_path):
     _, _, free = cut(place, tmp_path / "free", keep=0.5)
     _, _, filled = cut(place, tmp_path / "filled", keep=0.5, targets="vllm")
     assert free[0] == 0 < filled[0] and sum(free) == sum(filled) == 12
 
 
 @pytest.mark.parametrize("budget", [{"max_params": 70_000}, {"keep": 0.5}])
-def test_a_layout_holds_under_any_budget(
-    budget: dict[str, Any], place: Path, tmp_path: Path
-) -> None:
+def test_a_layout_holds_under_any_budget(budget, place, tmp_path):
     _, made, heads = cut(place, tmp_path / "even", **budget, layout="uniform")
     _, _, free = cut(place, tmp_path / "free", **budget)
     assert len(set(heads)) == 1 < len(set(free))
@@ -78,7 +69,7 @@ def test_a_layout_holds_under_any_budget(
     assert net.num_parameters() <= budget.get("max_params", 10**9)
     shown = headprune.prune(
         place / "model", scores=place / "scores", **budget, layout="uniform", dry_run=True,
-        criterion="magnitude",
+        criterion="magnitude"
     )  # fmt: skip
     assert [len(part.keep) for part in shown.plan.attentions.values()] == heads
     assert made["shape"] == "native"

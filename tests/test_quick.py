@@ -1,7 +1,5 @@
 """The whole way of a Llama and a GPT-2, in a few seconds: what ``make quick`` ends with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -14,16 +12,13 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
-def test_from_scores_to_a_proven_and_measured_result(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_from_scores_to_a_proven_and_measured_result(case, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     tiny.save(tiny.model(case), tmp_path / "model")
     Path("text.txt").write_text(tiny.text(600))
 
-    def headprune(line: str) -> str:
-        out = succeeds(capsys, *line.split())
-        return out
+    def headprune(line):
+        return succeeds(capsys, *line.split())
 
     scored = "--criterion fisher --config seq_len=16 --config calibration_tokens=256"
     headprune(f"score model --data text.txt {scored} scores")

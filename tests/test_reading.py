@@ -1,9 +1,6 @@
 """Text that reaches no model: no tokenizer, unknown words, special tokens, ids beyond the model."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -21,7 +18,7 @@ LANGUAGE_MODELS = ("bert-mlm", "gpt2", "t5")
 SIZE = 30_000  # tokens, as real models have
 
 
-def bare(case: str, folder: Path) -> Path:
+def bare(case, folder):
     """A model's folder as people copy it: config and weights, and nothing of a tokenizer."""
     config = tiny.config(case)
     config.vocab_size = SIZE
@@ -30,12 +27,12 @@ def bare(case: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", LANGUAGE_MODELS)
-def test_a_folder_without_a_vocabulary_has_no_tokenizer(case: str, tmp_path: Path) -> None:
+def test_a_folder_without_a_vocabulary_has_no_tokenizer(case, tmp_path):
     with pytest.raises(CheckpointError, match="has no usable tokenizer.* Copy the tokenizer files"):
         load_tokenizer(bare(case, tmp_path / "model"))
 
 
-def letters(folder: Path, words: str = "ACGTN") -> None:
+def letters(folder, words="ACGTN"):
     """A tokenizer of a few letters."""
     vocabulary = {word: i for i, word in enumerate(["<unk>", *words])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -43,7 +40,7 @@ def letters(folder: Path, words: str = "ACGTN") -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(folder)
 
 
-def added(folder: Path) -> None:
+def added(folder):
     """A tokenizer without a vocabulary, but for tokens that were added to it, one by one."""
     tokenizer = Qwen2Tokenizer()
     tokenizer.add_tokens([f"w{i}" for i in range(SIZE // 2)])
@@ -61,17 +58,17 @@ def added(folder: Path) -> None:
     ],
     ids=["bytes", "characters", "words", "letters", "added"],
 )
-def test_a_small_or_odd_tokenizer_is_one(save, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_small_or_odd_tokenizer_is_one(save, tmp_path):  # type: ignore[no-untyped-def]
     folder = bare("t5", tmp_path / "model")
     save(folder)
     assert len(load_tokenizer(folder)) > 5
 
 
-def documents(*texts: tuple[str, ...]) -> Examples:
+def documents(*texts):
     return Examples(texts, None, rows_are_documents=True)
 
 
-def rows(examples: Examples, kind: str, vocabulary: int = tiny.VOCAB) -> object:
+def rows(examples, kind, vocabulary=tiny.VOCAB):
     """Makes rows of text in one of the three ways."""
     tokenizer = tiny.tokenizer()
     if kind == "sequences":
@@ -83,7 +80,7 @@ def rows(examples: Examples, kind: str, vocabulary: int = tiny.VOCAB) -> object:
 
 
 @pytest.mark.parametrize("kind", ["sequences", "texts", "pairs"])
-def test_text_that_a_model_cannot_read(kind: str) -> None:
+def test_text_that_a_model_cannot_read(kind):
     known = "w0 w1 w2 w3"
     for fine in (known, f"{known} quux", f"{known} one two three four", f"<s> {known} </s>"):
         assert rows(documents((fine,)), kind)
@@ -96,7 +93,7 @@ def test_text_that_a_model_cannot_read(kind: str) -> None:
     assert rows(documents((known,)), kind, 9)
 
 
-def test_text_of_which_the_tokenizer_makes_nothing(llama_folder: Path, tmp_path: Path) -> None:
+def test_text_of_which_the_tokenizer_makes_nothing(llama_folder, tmp_path):
     """As one of a vocabulary of pieces does, without a token for what is unknown."""
     model = shutil.copytree(llama_folder, tmp_path / "m")
     letters = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2}, []))
@@ -120,12 +117,7 @@ def test_text_of_which_the_tokenizer_makes_nothing(llama_folder: Path, tmp_path:
         "score m --data t.txt --criterion fisher --config seq_len=16 out",
     ],
 )
-def test_ids_that_a_model_does_not_embed(
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ids_that_a_model_does_not_embed(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = tiny.model("llama-gqa")
     model.resize_token_embeddings(40)
@@ -137,7 +129,7 @@ def test_ids_that_a_model_does_not_embed(
 
 
 @pytest.fixture(scope="module")
-def strange(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def strange(tmp_path_factory):
     """A tiny Llama with the wrong text, and without its tokenizer."""
     root = tmp_path_factory.mktemp("strange")
     model = tiny.save(tiny.model("llama-gqa"), root / "model")
@@ -157,9 +149,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_that_reads_text_refuses(
-    command: str, strange: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_that_reads_text_refuses(command, strange, tmp_path, capsys):
     options = ["--config", "seq_len=16"]
     options += [] if command == "check" else [str(tmp_path / "out")]
     for changed, message in (

@@ -1,15 +1,11 @@
 """Every command and Python example of README and guides runs, on tiny stand-ins for the models."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,18 +29,18 @@ MODELS = {
 SMALL = ["--steps", "3", "--config", "batch_size=2", "--seq-len", "16"]
 
 
-def blocks(language: str, name: str) -> list[str]:
+def blocks(language, name):
     """The code blocks of a page."""
     return re.findall(rf"```{language}\n(.*?)```", TEXTS[name], re.DOTALL)
 
 
-def commands(name: str) -> list[list[str]]:
+def commands(name):
     """The headprune commands of a page."""
     lines = [line for block in blocks("bash", name) for line in block.splitlines()]
     return [shlex.split(line) for line in lines if line.startswith("headprune ")]
 
 
-def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def run(name, monkeypatch):
     """Runs all commands of a page, with smaller numbers; its blocks of files are written before."""
     for block in blocks("python", name):
         if file := re.match(r"# (\w+\.py)\n", block):
@@ -91,7 +87,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def after_readme(tmp_path_factory):
     """A working folder, in which the pages' names mean tiny models and texts, after the README."""
     folder = tmp_path_factory.mktemp("readme")
     for name, case in MODELS.items():
@@ -117,7 +113,7 @@ def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def stand_ins(after_readme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stand_ins(after_readme, tmp_path, monkeypatch):
     """A copy of that folder, to work in."""
     folder = tmp_path / "work"
     shutil.copytree(after_readme, folder)
@@ -125,7 +121,7 @@ def stand_ins(after_readme: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return folder
 
 
-def test_the_commands_of_the_readme_run(after_readme: Path) -> None:
+def test_the_commands_of_the_readme_run(after_readme):
     assert len(commands("README")) >= 3
     assert (after_readme / "report.json").exists()
     assert (after_readme / "smaller" / "model.safetensors").exists()
@@ -138,20 +134,16 @@ def test_the_commands_of_the_readme_run(after_readme: Path) -> None:
     # what takes longest there, compress, merges and exports, runs in tests of its own too
     slow_unless(lambda name: name not in LONG, filter(commands, GUIDES)),
 )
-def test_the_commands_of_a_guide_run_after_those_of_the_readme(
-    name: str, stand_ins: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_a_guide_run_after_those_of_the_readme(name, stand_ins, monkeypatch):
     run(name, monkeypatch)
 
 
-def test_the_module_of_evaluate_in_the_guide_runs(
-    stand_ins: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_module_of_evaluate_in_the_guide_runs(stand_ins, monkeypatch):
     (command,) = (words for words in commands("evaluate") if "length_ratio.py" in words)
     monkeypatch.setattr("tests.test_readme.commands", lambda name: [[*command, "quality.json"]])
-    texts: list[list[str]] = []
+    texts = []
 
-    def noted(*given: Any, **settings: Any) -> list[str]:
+    def noted(*given, **settings):
         texts.append(write(*given, **settings))
         return texts[-1]
 
@@ -165,7 +157,7 @@ def test_the_module_of_evaluate_in_the_guide_runs(
     assert found["value"] != pytest.approx(counts[1] / counts[0])
 
 
-def test_every_block_of_commands_is_found() -> None:
+def test_every_block_of_commands_is_found():
     assert sum(len(commands(name)) for name in PAGES) >= 40
     for text in TEXTS.values():
         for language, block in re.findall(
@@ -174,18 +166,18 @@ def test_every_block_of_commands_is_found() -> None:
             assert language == "bash" or not re.search("^headprune ", block, re.MULTILINE), block
 
 
-def test_the_python_example_runs(stand_ins: Path) -> None:
+def test_the_python_example_runs(stand_ins):
     example = "\n".join(blocks("python", "python"))
     shrunk = example.replace("steps=300", "steps=3, seq_len=16, batch_size=2")
     shrunk = shrunk.replace("against=model)\nsmall", "against=model, seq_len=16)\nsmall")
     shrunk = shrunk.replace("speed=False)", "speed=False, seq_len=16)")
     assert shrunk.count("seq_len=16") == 3
-    scope: dict[str, object] = {}
+    scope = {}
     exec(compile(shrunk, "python.md", "exec"), scope)
     assert type(scope["small"]).__name__ == "LlamaForCausalLM"
 
 
-def test_the_notebook_runs(stand_ins: Path) -> None:
+def test_the_notebook_runs(stand_ins):
     notebook = json.loads((ROOT / "docs/notebooks/start.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
     assert len(cells) == 6 and not any(c.get("outputs") for c in notebook["cells"])
@@ -194,12 +186,12 @@ def test_the_notebook_runs(stand_ins: Path) -> None:
         code = code.replace(small, f"{small[:-1]}, seq_len=16, calibration_tokens=256)", 1)
     code = code.replace("speed=False)", "speed=False, seq_len=16)")
     assert code.count("seq_len=16") == 3
-    scope: dict[str, Any] = {}
+    scope = {}
     exec(compile(code, "start.ipynb", "exec"), scope)
     assert scope["result"].manifest.query_heads[1] < scope["result"].manifest.query_heads[0]
 
 
-def test_every_command_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_is_in_the_table(monkeypatch):
     assert "<!-- generated: commands -->" in (ROOT / "docs/reference/commands/index.md").read_text(
         encoding="utf-8"
     )
@@ -210,5 +202,5 @@ def test_every_command_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named == set(listed())
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short():
     assert len(TEXTS["README"].splitlines()) <= 160

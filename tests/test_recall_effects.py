@@ -1,12 +1,7 @@
 """Heads that carry what only the passage tells."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
-from torch import Tensor
 
 from headprune.config import DataConfig, ScoreConfig
 from headprune.data.passages import passage_words
@@ -26,7 +21,7 @@ from tests.test_last_words import passage_text, tokenizer
 WORDS = [Prompt([5, 9, 12, 7, 20, 33, 9, 12, 3, 8], 8), Prompt([8, 3, 12, 9, 33, 20, 7], 6)]
 
 
-def log_probability(model: torch.nn.Module, gates: list[Tensor]) -> float:
+def log_probability(model, gates):
     """That of the words, without ``evidence.recall``."""
     total = 0.0
     with torch.no_grad(), gated(attention_of(model), fixed(gates)):
@@ -37,7 +32,7 @@ def log_probability(model: torch.nn.Module, gates: list[Tensor]) -> float:
     return total
 
 
-def test_effects_are_the_slope_of_the_log_probability() -> None:
+def test_effects_are_the_slope_of_the_log_probability():
     model = tiny.model("llama-gqa", torch.float64)
     attentions = attention_of(model)
     measured = torch.cat(effects(model, attentions, WORDS))
@@ -57,7 +52,7 @@ def test_effects_are_the_slope_of_the_log_probability() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_scores_are_raised_by_a_share_of_their_sum() -> None:
+def test_scores_are_raised_by_a_share_of_their_sum():
     scores, carried = torch.tensor([60.0, 39.5, 0.5, 0.0]), torch.tensor([-5.0, 0.0, 1.0, 9.0])
     more = 100 * recall.SHARE
     raised = recall.raised(scores, carried)
@@ -67,9 +62,7 @@ def test_scores_are_raised_by_a_share_of_their_sum() -> None:
 
 
 @pytest.mark.parametrize("unit", [Unit.HEAD, Unit.KV_GROUP])
-def test_scores_are_raised_where_the_text_has_passages(
-    unit: Unit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_raised_where_the_text_has_passages(unit, tmp_path, monkeypatch):
     monkeypatch.setattr(recall, "PASSAGES", 10**6)  # it predicts few by chance
     model, words = tiny.model("llama-gqa"), tokenizer()
     folder = tiny.save(model, tmp_path / "model")

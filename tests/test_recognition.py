@@ -1,11 +1,8 @@
 """Models without a row in the table of families: recognised by structure, proven on a twin."""
 
-from __future__ import annotations
-
 import inspect as inspect_module
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoModelForCausalLM,
-    PreTrainedModel,
 )
 from transformers.models.cwm.modeling_cwm import CwmAttention
 from transformers.models.llama import configuration_llama, modeling_llama
@@ -50,7 +46,7 @@ _SHARED = {
     **{"hidden_size_per_layer_input": 8},
 }
 # settings beyond tiny.SIZES, and whether a plain config holds an even cut
-TYPES: dict[str, tuple[dict[str, Any], bool]] = {
+TYPES = {
     "qwen3_5_text": (_DELTA, True),  # gates in q_proj, delta nets between
     "qwen3_next": (_DELTA, True),
     "lfm2": ({}, True),  # short convolutions between, out_proj
@@ -81,7 +77,7 @@ FAST = {"qwen3_5_text", "nemotron_h", "laguna", "flex_olmo", "minicpm3", "rember
 PRESENT = [name for name in TYPES if name in CONFIG_MAPPING and name not in FAMILIES]
 
 
-def build(name: str, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+def build(name, monkeypatch):
     """A tiny model of a type that the table lacks."""
     cls = CONFIG_MAPPING[name]
     monkeypatch.setattr(tiny, "family_of_case", lambda case: case)
@@ -91,9 +87,7 @@ def build(name: str, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", slow_unless(FAST.__contains__, PRESENT))
-def test_gated_is_cut_is_reloaded(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gated_is_cut_is_reloaded(name, tmp_path, monkeypatch):
     model = build(name, monkeypatch)
     empty = [] if family_of(model.config).keeps_a_head else [-1]
     result = prove(model, resolve(uneven_plan(model, *empty), model), tmp_path / "uneven")
@@ -114,9 +108,7 @@ def test_gated_is_cut_is_reloaded(
         assert "auto_map" not in (tmp_path / "even" / "config.json").read_text()
 
 
-def test_kv_heads_that_stay_are_counted_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_heads_that_stay_are_counted_apart(tmp_path, monkeypatch):
     tiny.save(net := build("gemma4_text", monkeypatch), tmp_path / "model")
     plan = {a.path: [0] for a in attention_of(net)}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
@@ -133,7 +125,7 @@ PLAIN = [row.model_type for row in llama.ROWS if row == llama.llama_like(row.mod
 
 
 @pytest.mark.parametrize("name", slow_unless({"llama", "mixtral"}.__contains__, PLAIN))
-def test_structure_says_what_plain_rows_say(name: str) -> None:
+def test_structure_says_what_plain_rows_say(name):
     config, row = tiny.config(name), FAMILIES[name]
     read = recognised(config)
     assert read.projections == row.projections
@@ -151,16 +143,14 @@ def test_structure_says_what_plain_rows_say(name: str) -> None:
         ("mamba", "no module of its MambaModel has the projections of attention"),
     ],
 )
-def test_what_cannot_be_read_is_refused(
-    name: str, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_refused(name, why, monkeypatch):
     model = build(name, monkeypatch)
     assert row_of(model.config) is None
     with pytest.raises(FamilyError, match=why):
         attention_of(model)
 
 
-def own_code(folder: Path) -> Path:
+def own_code(folder):
     """A Llama under another name, with its code beside the weights."""
     tiny.save(tiny.model("llama-gqa"), folder)
     for kind, module in (("modeling", modeling_llama), ("configuration", configuration_llama)):
@@ -180,14 +170,14 @@ def own_code(folder: Path) -> Path:
     return folder
 
 
-def test_code_that_comes_with_a_model_is_cut_with_it(tmp_path: Path) -> None:
+def test_code_that_comes_with_a_model_is_cut_with_it(tmp_path):
     folder = own_code(tmp_path / "own")
     paths = [a.path for a in attention_of(tiny.model("llama-gqa"))]
     plan = {path: [2 * n % 4, 2 * n % 4 + 1] for n, path in enumerate(paths)}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(CheckpointError, match="contains custom code"):
         headprune.prune(folder, tmp_path / "out", plan=tmp_path / "plan.json")
-    remote: dict[str, Any] = {"trust_remote_code": True}
+    remote = {"trust_remote_code": True}
     out = headprune.prune(folder, tmp_path / "out", plan=tmp_path / "plan.json", **remote)
     assert out.manifest.brings_code and (tmp_path / "out" / "modeling_own.py").exists()
     card = (tmp_path / "out" / "README.md").read_text()
@@ -201,7 +191,7 @@ def test_code_that_comes_with_a_model_is_cut_with_it(tmp_path: Path) -> None:
     assert torch.equal(net(ids).logits, wanted.model(ids).logits)
     whole = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert not torch.allclose(net(ids).logits, whole(ids).logits)
-    how: dict[str, Any] = {"seq_len": 16, "speed": False, **remote}
+    how = {"seq_len": 16, "speed": False, **remote}
     report = headprune.evaluate(tmp_path / "out", data=text(tmp_path), against=folder, **how)
     assert report.model.task == "causal-lm"
     assert "perplexity" in {one.name for one in report.differences}
@@ -210,21 +200,21 @@ def test_code_that_comes_with_a_model_is_cut_with_it(tmp_path: Path) -> None:
         headprune.prune(folder, tmp_path / "no", plan=tmp_path / "uneven.json", **remote)
 
 
-def text(folder: Path) -> Path:
+def text(folder):
     (folder / "text.txt").write_text(tiny.text(600))
     return folder / "text.txt"
 
 
-def count_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def count_heads(monkeypatch):
     """Plant a forward that scales every head by its number, of which no size tells."""
     original = CwmAttention.forward
 
-    def scaled(module: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    def scaled(module, inputs):
         heads = inputs[0].unflatten(-1, (-1, tiny.SIZES["head_dim"]))
         numbers = torch.arange(1.0, heads.shape[-2] + 1)
         return ((heads * numbers[:, None]).flatten(-2),)
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args, **kwargs):
         hook = self.o_proj.register_forward_pre_hook(scaled)
         try:
             return original(self, *args, **kwargs)
@@ -235,9 +225,7 @@ def count_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("planted", [False, True])
-def test_a_forward_that_counts_heads_fails_on_the_twin(
-    planted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_that_counts_heads_fails_on_the_twin(planted, tmp_path, monkeypatch):
     tiny.save(build("cwm", monkeypatch), tmp_path / "model")
     monkeypatch.setattr(twins, "_PROVEN", {})
     model = open_model(tmp_path / "model")
@@ -265,9 +253,7 @@ WHOLE = ["qwen3_5", "qwen3_5_moe", "llama4", "lfm2_vl", "got_ocr2", "jamba", "mo
     "name",
     slow_unless({"llama4", "molmo2"}.__contains__, [n for n in WHOLE if n in CONFIG_MAPPING]),
 )
-def test_a_twin_of_a_model_of_full_size_is_proven(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_twin_of_a_model_of_full_size_is_proven(name, monkeypatch):
     config = CONFIG_MAPPING[name]()
     mappings = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
     cls = next(known[type(config)] for known in mappings if type(config) in known)
@@ -279,9 +265,7 @@ def test_a_twin_of_a_model_of_full_size_is_proven(
     assert torch.equal(torch.get_rng_state(), before)  # the draws of a command stay its own
 
 
-def test_layers_without_heads_are_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_without_heads_are_said_once(tmp_path, monkeypatch):
     tiny.save(tiny.model("llama-gqa"), tmp_path / "llama")
     tiny.save(build("qwen3_next", monkeypatch), tmp_path / "hybrid")
     notes = inspect(tmp_path / "hybrid").notes
@@ -290,7 +274,7 @@ def test_layers_without_heads_are_said_once(
 
 
 @pytest.mark.parametrize("case", tiny.present("llava", "gemma3", "qwen2_vl"))
-def test_the_twin_of_a_text_model_leaves_the_config_as_it_is(case: str) -> None:
+def test_the_twin_of_a_text_model_leaves_the_config_as_it_is(case):
     net = tiny.model(case)
     before = net.config.to_dict()
     text = twins._text_model(net)

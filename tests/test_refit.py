@@ -1,12 +1,8 @@
 """Refitting W_O: the identity where nothing goes, never worse, and proven on every layout."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +15,14 @@ from headprune.context import Context
 from headprune.data.text import Sequences, Text
 from headprune.errors import DataError, PlanError
 from headprune.model.attention import attention_of
-from headprune.model.batch import Batch
 from headprune.model.heads import project_output, read_heads, read_output, write_heads
 from headprune.planning.choose import CutRequest
 from headprune.result.prune import prune
 from headprune.result.refitting import judged_refit
-from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery import refit as refits
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.edit import Edit
-from headprune.surgery.refit import FittedOutput, fit_output, refit
+from headprune.surgery.refit import fit_output, refit
 from headprune.tensors import least_squares
 from headprune.tensors.least_squares import (
     Moments,
@@ -57,9 +51,7 @@ LAYOUTS = tiny.present(
     centred=st.booleans(),
     seed=st.integers(0, 10_000),
 )
-def test_a_refit_never_raises_the_error(
-    width: int, out: int, tokens: int, ridge: float, centred: bool, seed: int
-) -> None:
+def test_a_refit_never_raises_the_error(width, out, tokens, ridge, centred, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, width, generator=generator)
     y = torch.randn(tokens, out, generator=generator) + 2.0
@@ -78,7 +70,7 @@ def test_a_refit_never_raises_the_error(
 
 
 @pytest.mark.parametrize("ridge", [math.inf, 1e-1, 1e-4])
-def test_one_ridge_by_cholesky_is_that_of_the_path(ridge: float) -> None:
+def test_one_ridge_by_cholesky_is_that_of_the_path(ridge):
     x, y, start = torch.randn(50, 6), torch.randn(50, 3), torch.randn(3, 6).double()
     moments = Moments.of(x, y)
     (wanted,) = ridge_path(moments, start, [ridge])
@@ -90,7 +82,7 @@ def test_one_ridge_by_cholesky_is_that_of_the_path(ridge: float) -> None:
         assert ridge_fit(negative, start, ridge).isfinite().all()
 
 
-def test_moments_of_columns_and_errors_per_output() -> None:
+def test_moments_of_columns_and_errors_per_output():
     x, y, weight = torch.randn(50, 6), torch.randn(50, 3), torch.randn(3, 2).double()
     errors = Moments.of(x, y).of_columns([4, 1]).errors(weight)
     direct = (y.double() - x[:, [4, 1]].double() @ weight.T).square().sum(0)
@@ -98,7 +90,7 @@ def test_moments_of_columns_and_errors_per_output() -> None:
     assert not torch.allclose(Moments.of(x, y).of_columns([1, 4]).errors(weight), direct, rtol=1e-3)
 
 
-def test_moments_of_shards_add_up() -> None:
+def test_moments_of_shards_add_up():
     x, y = torch.randn(20, 4), torch.randn(20, 3)
     whole, parts = Moments.of(x, y), Moments.of(x[:7], y[:7]) + Moments.of(x[7:], y[7:])
     torch.testing.assert_close(whole.inputs, parts.inputs)
@@ -108,7 +100,7 @@ def test_moments_of_shards_add_up() -> None:
     )
 
 
-def test_other_tokens_choose_the_ridge() -> None:
+def test_other_tokens_choose_the_ridge():
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(40, n, generator=generator) for n in (20, 3))  # y has nothing to do with x
     start, ridges = torch.zeros(3, 20).double(), [math.inf, 1e0, 1e-6]
@@ -121,9 +113,7 @@ def test_other_tokens_choose_the_ridge() -> None:
 
 
 @pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16])
-def test_products_in_float32_serve_as_well(
-    rounded: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_in_float32_serve_as_well(rounded, monkeypatch):
     torch.manual_seed(0)
     x = torch.randn(300, 12) @ torch.randn(12, 12)  # directions of unequal strength
     x = x + 300 * torch.randn(12)  # and large means
@@ -136,9 +126,7 @@ def test_products_in_float32_serve_as_well(
     assert (gap < 1e-4) == (rounded is torch.float32)
 
 
-def test_the_cost_of_the_first_removal_is_that_of_least_squares(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_cost_of_the_first_removal_is_that_of_least_squares(monkeypatch):
     torch.manual_seed(0)
     x, weight = torch.randn(200, 6).double(), torch.randn(4, 6).double()
     x[:, 2:4] = x[:, :2] + 0.3 * x[:, 2:4]  # the first two blocks say nearly the same
@@ -158,13 +146,11 @@ def test_the_cost_of_the_first_removal_is_that_of_least_squares(
     assert max(first, second) < min(costs[1 - cheapest], direct[2])  # one may go, not both
 
 
-def _solved_anew(
-    gram: torch.Tensor, weight: torch.Tensor, blocks: list[list[int]], ridge: float
-) -> list[float]:
+def _solved_anew(gram, weight, blocks, ridge):
     """The costs of removals, every block that is left fitted from the first weights each time."""
     scale, power = ridge * gram.diagonal().mean(), float((weight @ gram * weight).sum())
 
-    def lost(left: list[int]) -> float:  # the least |W x - V x_kept|^2 + scale |V - W_kept|^2
+    def lost(left):  # the least |W x - V x_kept|^2 + scale |V - W_kept|^2
         kept = [column for b in left for column in blocks[b]]
         part = weight @ gram[:, kept] + scale * weight[:, kept]
         ridged = gram[kept][:, kept] + scale * torch.eye(len(kept)).double()
@@ -182,9 +168,7 @@ def _solved_anew(
 
 
 @pytest.mark.parametrize("downdated", [True, False])
-def test_removals_cost_what_they_do_when_every_fit_is_made_anew(
-    downdated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removals_cost_what_they_do_when_every_fit_is_made_anew(downdated, monkeypatch):
     torch.manual_seed(3)
     x, weight = torch.randn(80, 12).double() @ torch.randn(12, 12).double(), torch.randn(5, 12)
     blocks = [[3, 7, 0], [1], [2, 10], [11, 4, 5, 6], [8, 9]]
@@ -196,7 +180,7 @@ def test_removals_cost_what_they_do_when_every_fit_is_made_anew(
 
 
 @pytest.mark.parametrize("case", slow_unless(tiny.one_per_layout(LAYOUTS).__contains__, LAYOUTS))
-def test_refit_on_every_layout(case: str, tmp_path: Path) -> None:
+def test_refit_on_every_layout(case, tmp_path):
     model = tiny.model(case)
     plan = uneven_plan(model)
     folder = tiny.save(model, tmp_path / "model")
@@ -216,7 +200,7 @@ def test_refit_on_every_layout(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2"))
-def test_nothing_removed_is_the_identity(case: str) -> None:
+def test_nothing_removed_is_the_identity(case):
     model = tiny.model(case)
     attentions = attention_of(model)
     before = [read_output(a)[0] for a in attentions]
@@ -229,7 +213,7 @@ def test_nothing_removed_is_the_identity(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2"))
-def test_a_twin_makes_up_for_its_twin(case: str) -> None:
+def test_a_twin_makes_up_for_its_twin(case):
     model = tiny.model(case)
     attentions = attention_of(model)
     heads = read_heads(attentions[0])
@@ -250,7 +234,7 @@ def test_a_twin_makes_up_for_its_twin(case: str) -> None:
     assert all(r.after <= r.before * (1 + 1e-9) for r in others)
 
 
-def test_what_cannot_be_refitted_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_refitted_is_said(tmp_path):
     model = tiny.model("gpt2")
     attentions = attention_of(model)
     gates = [torch.ones(a.query_heads) for a in attentions]
@@ -275,10 +259,10 @@ def test_what_cannot_be_refitted_is_said(tmp_path: Path) -> None:
         refit(albert, modules, gates, {"input_ids": ids})
 
 
-def text_of(taken: torch.Tensor, left: torch.Tensor) -> Text:
+def text_of(taken, left):
     """Sequences to fit to, and others of the same text."""
 
-    def collate(rows: list[dict[str, Any]]) -> Batch:
+    def collate(rows):
         ids = torch.tensor([row["input_ids"] for row in rows])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -288,7 +272,7 @@ def text_of(taken: torch.Tensor, left: torch.Tensor) -> Text:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert"])
-def test_a_refit_that_makes_other_text_worse_is_left_out(case: str) -> None:
+def test_a_refit_that_makes_other_text_worse_is_left_out(case):
     found = {}
     for same in (True, False):
         model = tiny.model(case)
@@ -310,13 +294,11 @@ def test_a_refit_that_makes_other_text_worse_is_left_out(case: str) -> None:
 
 
 @pytest.mark.parametrize("helps", [True, False])
-def test_what_a_refit_is_worth_is_told_by_sequences_that_did_not_take_it(
-    helps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_refit_is_worth_is_told_by_sequences_that_did_not_take_it(helps, monkeypatch):
     """Those that choose say the opposite of those that report."""
     calls = itertools.count()
 
-    def distance(*_: Any) -> float:
+    def distance(*_):
         batch, refitted = divmod(next(calls), 2)
         return 0.5 if not refitted else 0.1 if helps == (batch < 2) else 0.9
 
@@ -331,7 +313,7 @@ def test_what_a_refit_is_worth_is_told_by_sequences_that_did_not_take_it(
     assert judged.worth.tokens == 2 * 24  # of four sequences, two
 
 
-def test_a_refit_with_outputs_that_are_not_finite_is_refused() -> None:
+def test_a_refit_with_outputs_that_are_not_finite_is_refused():
     generator = torch.Generator().manual_seed(0)
     taken, left = (torch.randint(5, 60, (40, 24), generator=generator) for _ in range(2))
     model = tiny.model("llama-gqa")
@@ -343,7 +325,7 @@ def test_a_refit_with_outputs_that_are_not_finite_is_refused() -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
-def test_a_model_with_a_layer_without_heads_is_refitted_again(case: str) -> None:
+def test_a_model_with_a_layer_without_heads_is_refitted_again(case):
     generator = torch.Generator().manual_seed(0)
     taken, left = (torch.randint(5, 60, (40, 24), generator=generator) for _ in range(2))
     model = tiny.model(case)
@@ -357,20 +339,18 @@ def test_a_model_with_a_layer_without_heads_is_refitted_again(case: str) -> None
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm"])
-def test_moments_are_taken_of_a_few_sequences_at_a_time(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moments_are_taken_of_a_few_sequences_at_a_time(case, monkeypatch):
     ids = torch.randint(5, 60, (40, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[3::5, 9:] = 0
-    seen: list[int] = []
+    seen = []
     taken = Moments.of
 
-    def counted(x: torch.Tensor, y: torch.Tensor) -> Moments:
+    def counted(x, y):
         seen.append(len(x))
         return taken(x, y)
 
-    def refitted(tokens: int, rows: torch.Tensor) -> list[torch.Tensor]:
+    def refitted(tokens, rows):
         monkeypatch.setattr("headprune.surgery.refit._TOKENS", tokens)
         model = tiny.model(case)
         attentions = attention_of(model)
@@ -395,26 +375,18 @@ def test_moments_are_taken_of_a_few_sequences_at_a_time(
 
 
 @pytest.mark.parametrize("case", ["gpt2", "llama-gqa"])
-def test_half_of_the_goal_is_what_the_uncut_layer_makes_of_the_cut_stream(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_of_the_goal_is_what_the_uncut_layer_makes_of_the_cut_stream(case, monkeypatch):
     ids = torch.randint(5, 60, (60, 12), generator=torch.Generator().manual_seed(0))
     model = tiny.model(case)
     attentions = attention_of(model)
-    given: list[torch.Tensor] = []
+    given = []
     hook = attentions[1].output_projection.register_forward_hook(lambda m, x, y: given.append(y))
     with torch.no_grad():
         model(input_ids=ids)
     hook.remove()
     goals = {}
 
-    def keep(
-        attention: Attention,
-        gate: torch.Tensor,
-        states: torch.Tensor,
-        goal: torch.Tensor,
-        text: Batch,
-    ) -> FittedOutput:
+    def keep(attention, gate, states, goal, text):
         goals[attention.path] = goal, project_output(attention, states)
         return fit_output(attention, gate, states, goal, text)
 

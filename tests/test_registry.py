@@ -1,7 +1,5 @@
 """The registry and the family table."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -13,8 +11,8 @@ from headprune.registry import Registry, did_you_mean
 pytestmark = pytest.mark.quick
 
 
-def test_names_are_unique_and_fixed_after_import() -> None:
-    registry: Registry[int] = Registry("thing")
+def test_names_are_unique_and_fixed_after_import():
+    registry = Registry("thing")
     registry.add("a", 1)
     with pytest.raises(ValueError, match="thing 'a' is registered twice"):
         registry.add("a", 2)
@@ -31,7 +29,7 @@ def test_names_are_unique_and_fixed_after_import() -> None:
         FAMILIES.add("x", FAMILIES["gpt2"])
 
 
-def test_a_wrong_name_is_told_the_nearest_one() -> None:
+def test_a_wrong_name_is_told_the_nearest_one():
     with pytest.raises(FamilyError, match="No family named 'lama'. Did you mean 'llama'"):
         FAMILIES["lama"]
     with pytest.raises(HeadpruneError, match=r"No thing named 'q'. Supported: \."):
@@ -40,7 +38,7 @@ def test_a_wrong_name_is_told_the_nearest_one() -> None:
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_a_row_travels_as_json(name: str) -> None:
+def test_a_row_travels_as_json(name):
     row = FAMILIES[name]
     travelled = json.loads(json.dumps(row.for_runtime()))
     assert travelled == row.for_runtime()
@@ -50,7 +48,7 @@ def test_a_row_travels_as_json(name: str) -> None:
     assert row.model_type == name
 
 
-def test_rows_cannot_be_changed() -> None:
+def test_rows_cannot_be_changed():
     row = Family(model_type="x", attention={"self": "a.*"}, projections=(Projection("o", "o"),))
     with pytest.raises(AttributeError):
         row.head_dim = "b"  # type: ignore[misc]

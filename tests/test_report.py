@@ -1,13 +1,10 @@
 """headprune report: what it finds, what it says, and the page in a real browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +35,6 @@ from headprune.result.prune import prune
 from headprune.schemas.gates import read_gates, read_metadata, write_gates
 from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
 from tests import tiny
-from tests.browser import Browser
 from tests.test_cli import run as command
 
 EVALUATE = EvaluateConfig(
@@ -47,7 +43,7 @@ EVALUATE = EvaluateConfig(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """Two runs: gates, a cut and its evaluation; and a conversion that was healed."""
     home = tmp_path_factory.mktemp("runs")
     text = home / "text.txt"
@@ -67,18 +63,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(place: Path) -> Path:
+def page(place):
     """The page of the first run."""
     return report([place / "cut"], place / "cut.html").output
 
 
 @pytest.fixture(scope="module")
-def pages(place: Path, page: Path) -> list[Path]:
+def pages(place, page):
     """The page of one result, and that of two."""
     return [page, report([place / "cut", place / "mqa"], place / "two.html").output]
 
 
-def test_a_page_needs_nothing_and_complains_of_nothing(browser: Browser, pages: list[Path]) -> None:
+def test_a_page_needs_nothing_and_complains_of_nothing(browser, pages):
     for page in pages:
         text = page.read_text()
         assert not re.search(r"""(src|href)=["']?(https?:|//|file:)|@import|url\(["']?http""", text)
@@ -94,7 +90,7 @@ def test_a_page_needs_nothing_and_complains_of_nothing(browser: Browser, pages: 
     assert len(browser.complaints()) == 1
 
 
-def test_pointing_at_a_head_tells_of_it(browser: Browser, page: Path, place: Path) -> None:
+def test_pointing_at_a_head_tells_of_it(browser, page, place):
     browser.open(page)
     plan = json.loads((place / "cut" / "small" / "plan.json").read_text())["attentions"]
     path = "model.layers.1.self_attn"
@@ -108,7 +104,7 @@ def test_pointing_at_a_head_tells_of_it(browser: Browser, page: Path, place: Pat
         assert told.startswith(f"{path}, head {head}: {stays}; KV head {head // 2}; gate open with")
 
 
-def test_the_keyboard_moves_from_head_to_head(browser: Browser, page: Path) -> None:
+def test_the_keyboard_moves_from_head_to_head(browser, page):
     browser.open(page)
     heads = browser.find(".heads")
     told = []
@@ -121,9 +117,7 @@ def test_the_keyboard_moves_from_head_to_head(browser: Browser, page: Path) -> N
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_it_is_readable_on_a_phone_in_light_and_dark(
-    browser: Browser, pages: list[Path], dark: bool
-) -> None:
+def test_it_is_readable_on_a_phone_in_light_and_dark(browser, pages, dark):
     for page in pages:
         for width in (380, 1280):
             browser.open(page, width, dark)
@@ -138,7 +132,7 @@ def test_it_is_readable_on_a_phone_in_light_and_dark(
     assert browser.overflow() > 0
 
 
-def test_names_are_text(browser: Browser, place: Path, tmp_path: Path) -> None:
+def test_names_are_text(browser, place, tmp_path):
     name = "<script>alert(1)"
     shutil.copytree(place / "cut", tmp_path / name)
     written = json.loads((tmp_path / name / "report.json").read_text())
@@ -155,7 +149,7 @@ def test_names_are_text(browser: Browser, place: Path, tmp_path: Path) -> None:
         assert not browser.all("img") and not browser.all("main b")
 
 
-def test_the_numbers_are_those_of_the_files(place: Path, page: Path) -> None:
+def test_the_numbers_are_those_of_the_files(place, page):
     text = page.read_text()
     measured = json.loads((place / "cut" / "report.json").read_text())
     manifest = json.loads((place / "cut" / "small" / "headprune.json").read_text())
@@ -182,7 +176,7 @@ def test_the_numbers_are_those_of_the_files(place: Path, page: Path) -> None:
     assert "Gates keep 12 of 24 query heads" in text
 
 
-def test_gates_belong_to_the_cut_they_made(place: Path, tmp_path: Path) -> None:
+def test_gates_belong_to_the_cut_they_made(place, tmp_path):
     shutil.copytree(place / "cut" / "gates", tmp_path / "gates")
     runs = report([place / "cut" / "small", tmp_path / "gates"], tmp_path / "a.html").runs
     assert [run.name for run in runs] == ["small"]
@@ -206,9 +200,7 @@ def test_gates_belong_to_the_cut_they_made(place: Path, tmp_path: Path) -> None:
         ("model", {"dtype": "bfloat16"}, 2),
     ],
 )
-def test_what_was_measured_otherwise_is_drawn_apart(
-    part: str, changed: dict[str, Any], charts: int, place: Path, tmp_path: Path
-) -> None:
+def test_what_was_measured_otherwise_is_drawn_apart(part, changed, charts, place, tmp_path):
     (run,) = report([place / "cut"], tmp_path / "page.html").runs
     path, runs = place / "cut" / "report.json", []
     for number in range(2):
@@ -222,7 +214,7 @@ def test_what_was_measured_otherwise_is_drawn_apart(
     assert len({chart.note for chart in drawn}) == charts  # and told apart
 
 
-def test_steps_of_a_chain_are_one_run(place: Path, tmp_path: Path) -> None:
+def test_steps_of_a_chain_are_one_run(place, tmp_path):
     done = report([place / "mqa"], tmp_path / "chain.html")
     (run,) = done.runs
     assert run.path.name == "healed"
@@ -230,7 +222,7 @@ def test_steps_of_a_chain_are_one_run(place: Path, tmp_path: Path) -> None:
     assert run.head_map.layers[0].cells[5].facts["KV head"] == "2, merged with 0, 1"
 
 
-def test_heads_that_went_before_stay_known(place: Path, tmp_path: Path) -> None:
+def test_heads_that_went_before_stay_known(place, tmp_path):
     first = json.loads((place / "cut" / "small" / "headprune.json").read_text())["layout"]
     path = next(path for path, heads in first.items() if len(heads["query_heads"]) > 2)
     left = first[path]["query_heads"]
@@ -245,7 +237,7 @@ def test_heads_that_went_before_stay_known(place: Path, tmp_path: Path) -> None:
     assert all(states[head] == "earlier" for head in set(states) - set(left))
 
 
-def test_scores_are_told(place: Path, tmp_path: Path) -> None:
+def test_scores_are_told(place, tmp_path):
     gates = json.loads((place / "cut" / "gates" / "gates.json").read_text())
     units = sum(len(sizes) for sizes in gates["group_sizes"])
     scores = tmp_path / "scores"
@@ -267,7 +259,7 @@ def test_scores_are_told(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", ["kv-group", "head"])
-def test_scores_of_a_cut_model_stand_at_the_ids_of_their_heads(unit: str, tmp_path: Path) -> None:
+def test_scores_of_a_cut_model_stand_at_the_ids_of_their_heads(unit, tmp_path):
     net = tiny.model("llama-mha")
     tiny.save(net, tmp_path / "base")
     path, gone = "model.layers.0.self_attn", [0, 2]
@@ -288,7 +280,7 @@ def test_scores_of_a_cut_model_stand_at_the_ids_of_their_heads(unit: str, tmp_pa
     assert layer.cells[1].evidence != pytest.approx(float(wanted[0]), rel=1e-3)
 
 
-def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(place, tmp_path, capsys):
     output, mine = tmp_path / "page.html", tmp_path / "mine.html"
     code, out, _ = command(capsys, "report", place / "cut", output, "--json")
     assert code == 0
@@ -302,10 +294,10 @@ def test_the_command(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert code == 2 and "headprune did not write it" in err
 
 
-def unreportable(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
+def unreportable(place, home):
     """Runs that cannot be reported on, and the decisive words."""
     (home / "empty").mkdir()
-    damaged: dict[str, Path] = {}
+    damaged = {}
     for name in ("report", "manifest"):
         damaged[name] = shutil.copytree(place / "cut", home / name)
     (damaged["report"] / "report.json").write_text("{")
@@ -319,9 +311,7 @@ def unreportable(place: Path, home: Path) -> dict[str, tuple[Path, str]]:
     }
 
 
-def test_what_cannot_be_reported_on(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_reported_on(place, tmp_path, capsys):
     for run, message in unreportable(place, tmp_path).values():
         code, _, err = command(capsys, "report", run, tmp_path / "page.html")
         assert code == 2
@@ -336,7 +326,7 @@ def test_what_cannot_be_reported_on(
         report([], tmp_path / "page.html")
 
 
-def test_a_check_is_shown_with_its_result(place: Path, tmp_path: Path) -> None:
+def test_a_check_is_shown_with_its_result(place, tmp_path):
     run = shutil.copytree(place / "cut", tmp_path / "run")
     config = CheckConfig(
         model=str(run / "small"),
@@ -350,11 +340,11 @@ def test_a_check_is_shown_with_its_result(place: Path, tmp_path: Path) -> None:
         assert told in page
 
 
-def test_a_step_on_the_way_is_not_called_the_original(place: Path, tmp_path: Path) -> None:
+def test_a_step_on_the_way_is_not_called_the_original(place, tmp_path):
     run = shutil.copytree(place / "mqa", tmp_path / "run")
     data = DataConfig(source=str(place / "text.txt"))
 
-    def measured(against: str) -> dict[str, str]:
+    def measured(against):
         evaluation = evaluate(str(run / "healed"), data, EVALUATE, against=against)
         evaluation.write(run / f"{Path(against).name}.json")
         (shown,) = report([run], tmp_path / "page.html", overwrite=True).runs

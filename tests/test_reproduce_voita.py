@@ -1,7 +1,5 @@
 """Voita's experiment on a tiny student: its file, its recurrence, the commands."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import struct
@@ -31,7 +29,7 @@ Weights = dict[str, NDArray[Any]]
 
 
 @pytest.fixture
-def voita(monkeypatch: pytest.MonkeyPatch) -> Any:
+def voita(monkeypatch):
     """scripts/reproduce_voita/student.py as a module."""
     monkeypatch.syspath_prepend(ROOT / "scripts" / "reproduce_voita")
     monkeypatch.syspath_prepend(ROOT / "scripts")
@@ -40,14 +38,14 @@ def voita(monkeypatch: pytest.MonkeyPatch) -> Any:
     return student
 
 
-def weights(seed: int) -> Weights:
+def weights(seed):
     """A student's tensors as they are multiplied: matrices (out, in), in steps of 1/127 of m."""
     generator, found = np.random.default_rng(seed), Weights()
 
-    def matrix(name: str, *shape: int) -> None:
+    def matrix(name, *shape):
         found[name] = generator.integers(-127, 128, shape).astype(np.int8)
 
-    def vector(name: str, size: int) -> None:
+    def vector(name, size):
         middle = 1.0 if name.endswith("scale") else 0.0
         found[name] = generator.normal(middle, 0.1, (1, size)).astype(np.float32)
 
@@ -78,7 +76,7 @@ def weights(seed: int) -> Weights:
 SCALE = 200.0  # m: a weight is q / m
 
 
-def write(path: Path, tensors: Weights) -> Path:
+def write(path, tensors):
     """Writes a file as Marian does; the shape of a matrix is said the other way round."""
     rows = []
     for name, value in tensors.items():
@@ -98,20 +96,20 @@ def write(path: Path, tensors: Weights) -> Path:
     return path
 
 
-def write_tokenizer(path: Path) -> Path:
+def write_tokenizer(path):
     backend = Tokenizer(models.Unigram([(word, -1.0) for word in WORDS], unk_id=1))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.save(str(path))
     return path
 
 
-def sentences(count: int, seed: int) -> str:
+def sentences(count, seed):
     generator = np.random.default_rng(seed)
     words = [word.removeprefix("▁") for word in WORDS[2:]]
     return "".join(" ".join(generator.choice(words, 9)) + "\n" for _ in range(count))
 
 
-def test_a_file_of_marian_is_read(voita: Any, tmp_path: Path) -> None:
+def test_a_file_of_marian_is_read(voita, tmp_path):
     import marian_file
 
     tensors = weights(0)
@@ -142,7 +140,7 @@ def test_a_file_of_marian_is_read(voita: Any, tmp_path: Path) -> None:
             marian_file.model_of(path)
 
 
-def test_the_recurrence_is_a_plain_loop(voita: Any, tmp_path: Path) -> None:
+def test_the_recurrence_is_a_plain_loop(voita, tmp_path):
     from marian_file import model_of
     from ssru import Ssru
     from transformers import DynamicCache
@@ -171,9 +169,7 @@ def test_the_recurrence_is_a_plain_loop(voita: Any, tmp_path: Path) -> None:
     assert torch.equal(cached, whole)
 
 
-def test_the_student_is_taken_and_cut_by_the_commands(
-    voita: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_student_is_taken_and_cut_by_the_commands(voita, tmp_path, monkeypatch):
     for name, count in (("text", 60), ("test", 6), ("other", 6)):
         (tmp_path / f"{name}.en").write_text(sentences(count, count + len(name)))
     work, tokenizer = tmp_path / "work", write_tokenizer(tmp_path / "tokenizer.json")
@@ -191,7 +187,7 @@ def test_the_student_is_taken_and_cut_by_the_commands(
     with pytest.raises(SystemExit, match="2 seeds of 50 sentences .* the text has 60"):
         voita.main(work, [str(tmp_path / "text.en")], **files, seeds=2, pairs=50)
 
-    def headprune(*words: Any) -> None:
+    def headprune(*words):
         monkeypatch.setattr("sys.argv", ["headprune", *map(str, words)])
         with pytest.raises(SystemExit) as ended:
             runpy.run_module("headprune_with_ssru", run_name="__main__")

@@ -1,19 +1,15 @@
 """One layer at a time gives what the whole model gives, number by number."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
 import headprune
 from headprune import placements
@@ -35,7 +31,7 @@ from tests.test_verify import old_folder
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(tmp_path_factory):
     """A tiny Llama in several files, in bfloat16."""
     folder = tmp_path_factory.mktemp("sharded")
     tiny.save(tiny.model("llama-gqa"), folder)
@@ -47,19 +43,19 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+def _weights(folder):
+    found = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)
     return found
 
 
-def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def _same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("criterion", ["compensated", "fisher", "wanda"])
-def test_scores(sharded: Path, tmp_path: Path, criterion: str) -> None:
+def test_scores(sharded, tmp_path, criterion):
     found = {}
     for placement in ("whole", "layers"):
         scores = headprune.score(
@@ -77,13 +73,11 @@ def test_scores(sharded: Path, tmp_path: Path, criterion: str) -> None:
 
 
 @pytest.mark.parametrize("made", ["converted", "refitted"])
-def test_half_precision_is_proven_without_a_whole_copy(
-    made: str, sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_is_proven_without_a_whole_copy(made, sharded, tmp_path, monkeypatch):
     """Its proofs, which are in float32, hold no more than the checkpoint takes."""
     right, seen = equivalence.expect, list[tuple[torch.dtype, int]]()
 
-    def expect(net: PreTrainedModel, *given: Any, **how: Any) -> equivalence.Expectation:
+    def expect(net, *given, **how):
         gc.collect()
         nets = [each for each in gc.get_objects() if isinstance(each, type(net))]
         weights = {id(p): p for each in nets for p in each.parameters() if not p.is_meta}
@@ -91,7 +85,7 @@ def test_half_precision_is_proven_without_a_whole_copy(
         return right(net, *given, **how)
 
     monkeypatch.setattr(equivalence, "expect", expect)
-    how: dict[str, Any] = {"seq_len": 32, "calibration_tokens": 600, "dtype": "bfloat16"}
+    how = {"seq_len": 32, "calibration_tokens": 600, "dtype": "bfloat16"}
     text = sharded / "text.txt"
     if made == "converted":
         result = headprune.convert_gqa(sharded, tmp_path, kv_heads=1, calibrate=text, **how).pruned
@@ -105,7 +99,7 @@ def test_half_precision_is_proven_without_a_whole_copy(
 
 
 @pytest.mark.parametrize("judged", [True, False])
-def test_refit(sharded: Path, tmp_path: Path, judged: bool) -> None:
+def test_refit(sharded, tmp_path, judged):
     plan = {"model.layers.0.self_attn": [0, 1], "model.layers.2.self_attn": [2, 3]}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     written, records = {}, []
@@ -134,7 +128,7 @@ def test_refit(sharded: Path, tmp_path: Path, judged: bool) -> None:
 @pytest.mark.parametrize(
     ("merge", "calibrated"), [("lowrank", True), ("mean", False), ("procrustes", False)]
 )
-def test_merges(sharded: Path, tmp_path: Path, merge: str, calibrated: bool) -> None:
+def test_merges(sharded, tmp_path, merge, calibrated):
     text = {"calibrate": sharded / "text.txt", "calibration_tokens": 600, "seq_len": 32}
     written = {}
     for placement in ("whole", "layers"):
@@ -152,7 +146,7 @@ def test_merges(sharded: Path, tmp_path: Path, merge: str, calibrated: bool) -> 
     assert not _same(written["whole"], written["layers"])
 
 
-def test_a_kv_budget(sharded: Path, tmp_path: Path) -> None:
+def test_a_kv_budget(sharded, tmp_path):
     written = {}
     for placement in ("whole", "layers"):
         headprune.convert_gqa(
@@ -170,9 +164,9 @@ def test_a_kv_budget(sharded: Path, tmp_path: Path) -> None:
     assert not _same(written["whole"], written["layers"])
 
 
-def test_an_evaluation_and_a_proof(sharded: Path, tmp_path: Path) -> None:
+def test_an_evaluation_and_a_proof(sharded, tmp_path):
     data = sharded / "text.txt"
-    some: dict[str, Any] = {"calibration_tokens": 600, "seq_len": 32}
+    some = {"calibration_tokens": 600, "seq_len": 32}
     scores = tmp_path / "scores"
     headprune.score(sharded, data=data, criterion=("reconstruction",), output=scores, **some)
     quality, verified = {}, {}
@@ -198,7 +192,7 @@ def test_an_evaluation_and_a_proof(sharded: Path, tmp_path: Path) -> None:
     assert not headprune.verify(out, against=sharded, placement="layers").passed
 
 
-def test_what_is_written_stays_and_what_was_there_comes_back(sharded: Path) -> None:
+def test_what_is_written_stays_and_what_was_there_comes_back(sharded):
     with placing(Placement.LAYERS):
         net = open_model(sharded).net
     residency = residency_of(net)
@@ -217,7 +211,7 @@ def test_what_is_written_stays_and_what_was_there_comes_back(sharded: Path) -> N
     assert not file.exists()
 
 
-def test_a_shard_that_vanishes(sharded: Path, tmp_path: Path) -> None:
+def test_a_shard_that_vanishes(sharded, tmp_path):
     folder = shutil.copytree(sharded, tmp_path / "model")
     with placing(Placement.LAYERS):
         net = open_model(folder).net
@@ -228,13 +222,13 @@ def test_a_shard_that_vanishes(sharded: Path, tmp_path: Path) -> None:
         net(input_ids=ids)
 
 
-def test_no_room_for_weights_that_change(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_for_weights_that_change(sharded, monkeypatch):
     with placing(Placement.LAYERS):
         net = open_model(sharded).net
     attention = attention_of(net)[0]
     heads, _ = read_output(attention)
 
-    def full(*args: Any) -> int:
+    def full(*args):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
@@ -243,7 +237,7 @@ def test_no_room_for_weights_that_change(sharded: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("case", ["gpt2", "t5", "bert-mlm", "opt", "phi3", "bart", "bloom"])
-def test_families(case: str, tmp_path: Path) -> None:
+def test_families(case, tmp_path):
     folder = tiny.save(tiny.model(case), tmp_path / "model")
     whole = open_model(folder).net
     with placing(Placement.LAYERS):
@@ -263,7 +257,7 @@ def test_families(case: str, tmp_path: Path) -> None:
     assert difference(wanted, probe(net, inputs)) > 1e-6
 
 
-def test_a_model_whose_layers_are_not_known_is_refused(tmp_path: Path) -> None:
+def test_a_model_whose_layers_are_not_known_is_refused(tmp_path):
     folder = tiny.save(tiny.model("deberta-v2"), tmp_path / "model")
     wanted = (
         "placement=layers: .* does not say which of its modules are layers. Use --config placement"
@@ -272,8 +266,8 @@ def test_a_model_whose_layers_are_not_known_is_refused(tmp_path: Path) -> None:
         _ = open_model(folder).net
 
 
-def test_auto_goes_by_what_is_free(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+def test_auto_goes_by_what_is_free(sharded, monkeypatch):
+    said = []
     for free in (10_000, 10**12):
         monkeypatch.setattr(placements, "available", lambda free=free: free)
         with placing(Placement.AUTO, said.append):
@@ -282,7 +276,7 @@ def test_auto_goes_by_what_is_free(sharded: Path, monkeypatch: pytest.MonkeyPatc
     assert said == ["placement: layers (0.0 GB of weights, and 0.0 GB are free on cpu)"]
 
 
-def test_a_block_that_changes_while_others_run(sharded: Path) -> None:
+def test_a_block_that_changes_while_others_run(sharded):
     """What was read ahead of the change is not what it is filled with."""
     with placing(Placement.LAYERS):
         net = open_model(sharded).net
@@ -298,7 +292,7 @@ def test_a_block_that_changes_while_others_run(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_head_is_there_while_it_runs(tied: bool, tmp_path: Path) -> None:
+def test_a_head_is_there_while_it_runs(tied, tmp_path):
     model = tiny.model("llama-gqa")
     if tied:
         model.config.tie_word_embeddings = True
@@ -324,7 +318,7 @@ def test_a_head_is_there_while_it_runs(tied: bool, tmp_path: Path) -> None:
     assert not torch.allclose(scale.grad.roll(1) / norm, norm.grad, rtol=1e-2, atol=1e-4)
 
 
-def test_roles(sharded: Path, tmp_path: Path) -> None:
+def test_roles(sharded, tmp_path):
     found = [
         headprune.roles(
             sharded,
@@ -342,7 +336,7 @@ def test_roles(sharded: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keep", [0.5, 0.75])
-def test_compress(sharded: Path, tmp_path: Path, keep: float) -> None:
+def test_compress(sharded, tmp_path, keep):
     written, choices = {}, []
     for placement in ("whole", "layers"):
         out = tmp_path / placement
@@ -368,8 +362,8 @@ def test_compress(sharded: Path, tmp_path: Path, keep: float) -> None:
     assert not _same(whole, layers)
 
 
-def test_check(sharded: Path) -> None:
-    given: dict[str, Any] = {"data": (str(sharded / "text.txt"),), "seq_len": 16, "max_windows": 8}
+def test_check(sharded):
+    given = {"data": (str(sharded / "text.txt"),), "seq_len": 16, "max_windows": 8}
     given["against"] = str(sharded)
     found = {
         placement: headprune.check(
@@ -386,7 +380,7 @@ def test_check(sharded: Path) -> None:
         )
 
 
-def test_migrate(tmp_path: Path) -> None:
+def test_migrate(tmp_path):
     old = old_folder(tiny.model("bert-mlm"), tmp_path / "old", {0: [1, 4], 2: [0, 1, 2]})
     for placement in ("whole", "layers"):
         done = headprune.migrate(old, tmp_path / placement, placement=placement)
@@ -397,12 +391,10 @@ def test_migrate(tmp_path: Path) -> None:
     assert not _same(whole, layers)
 
 
-def test_weights_of_the_hub_are_fetched_first(
-    sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetched: list[str] = []
+def test_weights_of_the_hub_are_fetched_first(sharded, tmp_path, monkeypatch):
+    fetched = []
 
-    def download(model: str, file: str, **_: object) -> str:
+    def download(model, file, **_):
         fetched.append(file)
         if not (sharded / file).is_file():
             raise EntryNotFoundError("404")

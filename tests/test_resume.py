@@ -1,15 +1,10 @@
 """Trainings that stop: by a kill, a full disk, damage, numbers that are not finite; and go on."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -42,15 +37,15 @@ from tests import tiny
 from tests.marks import slow_unless
 from tests.test_cli import run
 
-SIZES: dict[str, Any] = {"steps": 9, "batch_size": 4, "seq_len": 16, "save_every": 3}
+SIZES = {"steps": 9, "batch_size": 4, "seq_len": 16, "save_every": 3}
 
 
 class Killed(BaseException):
     pass
 
 
-def kill_at(last: int) -> Callable[..., None]:
-    def kill(step: int, *_: object) -> None:
+def kill_at(last):
+    def kill(step, *_):
         if step == last:
             raise Killed
 
@@ -58,14 +53,14 @@ def kill_at(last: int) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("resume")
     tiny.save(tiny.model("llama-gqa"), home / "model")
     (home / "text.txt").write_text(tiny.text(2_000))
     return home
 
 
-def running(settings: dict[str, Any]) -> tuple[Resuming, Context]:
+def running(settings):
     """What is taken out of settings that are not those of the training."""
     rerun, told = (
         {name: settings.pop(name) for name in names if name in settings}
@@ -74,7 +69,7 @@ def running(settings: dict[str, Any]) -> tuple[Resuming, Context]:
     return Resuming(**rerun), Context(**told)
 
 
-def gates(home: Path, output: Path, **settings: Any) -> Any:
+def gates(home, output, **settings):
     rerun, context = running(settings)
     config = TrainGatesConfig(**{"target_heads": 0.5, **SIZES, **settings})
     return train_gates(
@@ -82,38 +77,38 @@ def gates(home: Path, output: Path, **settings: Any) -> Any:
     )
 
 
-def healed(home: Path, output: Path, **settings: Any) -> Any:
+def healed(home, output, **settings):
     rerun, context = running(settings)
     config = HealConfig(**{"learning_rate": 5e-3, **SIZES, **settings})
     model, data = home / "model", DataConfig(source=str(home / "text.txt"))
     return heal(model, model, data, output, config, rerun, context)
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 @pytest.fixture(scope="module")
-def whole(home: Path) -> dict[str, bytes]:
+def whole(home):
     """What an unbroken training of gates writes."""
     gates(home, home / "whole", train=Train.ATTENTION)
     return files(home / "whole")
 
 
 @pytest.fixture(scope="module")
-def _stopped(home: Path) -> Path:
+def _stopped(home):
     with pytest.raises(Killed):
         gates(home, home / "stopped", train=Train.ATTENTION, step=kill_at(8))
     return home / "stopped-checkpoints"
 
 
 @pytest.fixture
-def stopped(_stopped: Path, tmp_path: Path) -> Path:
+def stopped(_stopped, tmp_path):
     """The folder of a training that was killed after step 8 of 9."""
     return shutil.copytree(_stopped, tmp_path / "g-checkpoints")
 
 
-def go_on(home: Path, tmp_path: Path, **others: Any) -> dict[str, bytes]:
+def go_on(home, tmp_path, **others):
     gates(home, tmp_path / "g", train=Train.ATTENTION, resume=True, **others)
     return files(tmp_path / "g")
 
@@ -123,19 +118,19 @@ def go_on(home: Path, tmp_path: Path, **others: Any) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("finetune_fraction", [0.6, 0.0])
 def test_gates_killed_after_the_last_step_are_those_of_an_unbroken_run(
-    finetune_fraction: float, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings: dict[str, Any] = {"train": Train.ATTENTION, "finetune_fraction": finetune_fraction}
+    finetune_fraction, home, tmp_path, monkeypatch
+):
+    settings = {"train": Train.ATTENTION, "finetune_fraction": finetune_fraction}
     gates(home, tmp_path / "whole", **settings)
 
-    def dead(*arguments: object) -> None:
+    def dead(*arguments):
         raise Killed
 
     with monkeypatch.context() as patched:
         patched.setattr(training, "_finish", dead)
         with pytest.raises(Killed):
             gates(home, tmp_path / "broken", **settings)
-    steps: list[Any] = []
+    steps = []
     gates(home, tmp_path / "broken", resume=True, step=lambda *at: steps.append(at), **settings)
     assert not steps
     assert files(tmp_path / "broken") == files(tmp_path / "whole")
@@ -145,13 +140,13 @@ def test_gates_killed_after_the_last_step_are_those_of_an_unbroken_run(
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
 @pytest.mark.parametrize("train", slow_unless("attention".__eq__, ["attention", "lora"]))
 def test_a_healing_killed_after_the_last_step_is_an_unbroken_one(
-    train: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    train, home, tmp_path, monkeypatch
+):
     if train == "lora":
         pytest.importorskip("peft")
     whole = healed(home, tmp_path / "whole" / "h", train=train)
 
-    def dead(*arguments: object, **options: object) -> None:
+    def dead(*arguments, **options):
         raise Killed
 
     torch.manual_seed(1)  # what was drawn before must not matter
@@ -159,7 +154,7 @@ def test_a_healing_killed_after_the_last_step_is_an_unbroken_one(
         patched.setattr(healing, "write", dead)
         with pytest.raises(Killed):
             healed(home, tmp_path / "broken" / "h", train=train)
-    steps: list[Any] = []
+    steps = []
     resumed = healed(
         home,
         tmp_path / "broken" / "h",
@@ -176,9 +171,7 @@ def test_a_healing_killed_after_the_last_step_is_an_unbroken_one(
 # checkpoints
 
 
-def test_a_killed_training_is_resumed_to_the_same_end(
-    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Path
-) -> None:
+def test_a_killed_training_is_resumed_to_the_same_end(home, tmp_path, whole, stopped):
     names = sorted(path.name for path in (stopped / "checkpoints").iterdir())
     assert names == ["checkpoint-3", "checkpoint-6"]
     assert go_on(home, tmp_path) == whole
@@ -187,7 +180,7 @@ def test_a_killed_training_is_resumed_to_the_same_end(
 
 
 @pytest.mark.parametrize("train", slow_unless(Train.ALL.__eq__, [Train.GATES, Train.ALL]))
-def test_whatever_is_trained_is_resumed(train: Train, home: Path, tmp_path: Path) -> None:
+def test_whatever_is_trained_is_resumed(train, home, tmp_path):
     gates(home, tmp_path / "whole", train=train)
     with pytest.raises(Killed):
         gates(home, tmp_path / "g", train=train, step=kill_at(8))
@@ -195,7 +188,7 @@ def test_whatever_is_trained_is_resumed(train: Train, home: Path, tmp_path: Path
     assert files(tmp_path / "g") == files(tmp_path / "whole")
 
 
-def test_checkpoints_of_gates_are_as_small_as_gates(home: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_gates_are_as_small_as_gates(home, tmp_path):
     with pytest.raises(Killed):
         gates(home, tmp_path / "g", step=kill_at(4))
     checkpoint = tmp_path / "g-checkpoints" / "checkpoints" / "checkpoint-3"
@@ -208,10 +201,8 @@ def test_checkpoints_of_gates_are_as_small_as_gates(home: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "optimizer", slow_unless(HealOptimizer.MUON.__eq__, [HealOptimizer.MUON, HealOptimizer.ADAMW])
 )
-def test_a_healing_goes_on_to_the_same_end(
-    optimizer: HealOptimizer, home: Path, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"optimizer": optimizer, "bf16": False}
+def test_a_healing_goes_on_to_the_same_end(optimizer, home, tmp_path):
+    settings = {"optimizer": optimizer, "bf16": False}
     healed(home, tmp_path / "whole" / "h", **settings)
     with pytest.raises(Killed):
         healed(home, tmp_path / "h", step=kill_at(8), **settings)
@@ -223,10 +214,8 @@ def test_a_healing_goes_on_to_the_same_end(
 
 
 @pytest.mark.parametrize("step", [2, 8])  # before the first checkpoint, and after two
-def test_gates_of_a_refit_go_on_to_the_same_end(
-    step: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings: dict[str, Any] = {"method": Method.REFIT}
+def test_gates_of_a_refit_go_on_to_the_same_end(step, home, tmp_path, monkeypatch):
+    settings = {"method": Method.REFIT}
     gates(home, tmp_path / "whole", **settings)
     with pytest.raises(Killed):
         gates(home, tmp_path / "g", step=kill_at(step), **settings)
@@ -244,41 +233,41 @@ def test_gates_of_a_refit_go_on_to_the_same_end(
 class Bomb:
     """Runs a command where it is unpickled."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place):
         self.place = place
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return os.mkdir, (os.fspath(self.place),)
 
 
-def halve(file: Path) -> None:
+def halve(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def change(checkpoint: Path, **changes: torch.Tensor | None) -> None:
+def change(checkpoint, **changes):
     tensors = {**load_file(checkpoint / WEIGHTS), **changes}
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, checkpoint / WEIGHTS)
 
 
-def change_saved(file: Path, alter: Callable[[Any], object]) -> None:
+def change_saved(file, alter):
     """Alters what torch.save wrote."""
     content = torch.load(file, weights_only=False)
     torch.save(alter(content) or content, file)
 
 
-def squeeze(moments: dict[str, Any]) -> None:
+def squeeze(moments):
     for moment in moments["state"].values():
         moment.update({n: t.new_ones(3, 7) for n, t in moment.items() if getattr(t, "ndim", 0)})
 
 
-def renamed(content: dict[str, Any]) -> dict[str, Any]:
+def renamed(content):
     return {f"{name}_": value for name, value in content.items()}
 
 
 SAVED = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
 SCALE = "gates.scale"
-DAMAGES: dict[str, Callable[[Path], None]] = {
+DAMAGES = {
     "a tensor is missing": lambda path: change(path, **{SCALE: None}),
     "a foreign tensor": lambda path: change(path, other=torch.ones(2)),
     "another shape": lambda path: change(path, **{SCALE: torch.ones(5)}),
@@ -309,9 +298,7 @@ STEPPING = ("moments of another shape", "a step that is no number")
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_checkpoint_is_refused(
-    what: str, home: Path, tmp_path: Path, stopped: Path
-) -> None:
+def test_a_damaged_checkpoint_is_refused(what, home, tmp_path, stopped):
     checkpoint = stopped / "checkpoints" / "checkpoint-6"
     DAMAGES[what](checkpoint)
     file = rf"/({'|'.join(SAVED)}|{WEIGHTS})" if what not in STEPPING else ""
@@ -324,7 +311,7 @@ def test_a_damaged_checkpoint_is_refused(
     assert not (checkpoint / "ran").exists() and not (tmp_path / "g").exists()
 
 
-WRONG: dict[str, Any] = {
+WRONG = {
     **dict.fromkeys(("epoch", "global_step", "max_steps", "total_flos", "best_metric"), "six"),
     **dict.fromkeys(("logging_steps", "eval_steps", "save_steps", "num_train_epochs"), "all"),
     **dict.fromkeys(("train_batch_size", "num_input_tokens_seen", "best_global_step"), 0.5),
@@ -339,12 +326,12 @@ WRONG: dict[str, Any] = {
 }
 
 
-def _state_with(checkpoint: Path, alter: Callable[[dict[str, Any]], object]) -> None:
+def _state_with(checkpoint, alter):
     state = json.loads((checkpoint / STATE).read_text())
     (checkpoint / STATE).write_text(json.dumps(alter(state) or state))
 
 
-STATES: dict[str, Callable[[dict[str, Any]], object]] = {
+STATES = {
     **{f"{n} of a wrong type": lambda state, n=n: state.update({n: WRONG[n]}) for n in WRONG},
     **{f"no {n}": lambda state, n=n: {k: v for k, v in state.items() if k != n} for n in WRONG},
     "other names": renamed,
@@ -367,13 +354,13 @@ STATES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-def test_every_entry_of_a_state_is_tried(stopped: Path) -> None:
+def test_every_entry_of_a_state_is_tried(stopped):
     checkpoint = stopped / "checkpoints" / "checkpoint-6"
     assert WRONG.keys() == json.loads((checkpoint / STATE).read_text()).keys()
 
 
 @pytest.mark.parametrize("what", slow_unless(lambda what: what[:3] != "no ", STATES))
-def test_a_damaged_state_is_refused(what: str, home: Path, tmp_path: Path, stopped: Path) -> None:
+def test_a_damaged_state_is_refused(what, home, tmp_path, stopped):
     _state_with(stopped / "checkpoints" / "checkpoint-6", STATES[what])
     said = rf"checkpoint-6/{STATE}' is damaged.*Remove that checkpoint .*--overwrite"
     with pytest.raises(CheckpointError, match=said) as told:
@@ -381,13 +368,11 @@ def test_a_damaged_state_is_refused(what: str, home: Path, tmp_path: Path, stopp
     assert told.value.exit_code == 2 and "\n" not in str(told.value)
 
 
-def test_half_a_checkpoint_is_not_resumed_from(
-    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Path
-) -> None:
+def test_half_a_checkpoint_is_not_resumed_from(home, tmp_path, whole, stopped):
     """The file that says how far it is comes last."""
     halve(stopped / "checkpoints" / "checkpoint-6" / STATE)
     (stopped / "checkpoints" / "checkpoint-9").mkdir()
-    steps: list[int] = []
+    steps = []
     assert go_on(home, tmp_path, step=lambda step, *_: steps.append(step)) == whole
     assert steps == [4, 5, 6, 7, 8, 9]
 
@@ -395,9 +380,7 @@ def test_half_a_checkpoint_is_not_resumed_from(
 # the folder of a run
 
 
-def test_a_folder_without_settings_is_no_run(
-    home: Path, tmp_path: Path, whole: dict[str, bytes], stopped: Path
-) -> None:
+def test_a_folder_without_settings_is_no_run(home, tmp_path, whole, stopped):
     (stopped / CONFIG).unlink()
     (stopped / ".config.yaml.partial" / "new").mkdir(parents=True)
     (stopped / ".config.yaml.partial" / "headprune-at-work").touch()
@@ -409,9 +392,7 @@ def test_a_folder_without_settings_is_no_run(
 
 
 @pytest.mark.parametrize("content", ["lr: 1", "train_gates: {", "- 1", "\x00"])
-def test_foreign_or_damaged_settings_are_left_alone(
-    content: str, home: Path, tmp_path: Path, stopped: Path
-) -> None:
+def test_foreign_or_damaged_settings_are_left_alone(content, home, tmp_path, stopped):
     (stopped / CONFIG).write_text(content)
     before = sorted(stopped.rglob("*"))
     for how in ({"resume": True}, {"overwrite": True}, {}):
@@ -421,7 +402,7 @@ def test_foreign_or_damaged_settings_are_left_alone(
     assert sorted(stopped.rglob("*")) == before
 
 
-def test_a_folder_of_someone_else_is_left_alone(home: Path, tmp_path: Path) -> None:
+def test_a_folder_of_someone_else_is_left_alone(home, tmp_path):
     path = tmp_path / "g-checkpoints" / "notes.txt"
     path.parent.mkdir(parents=True)
     path.write_text("mine")
@@ -430,9 +411,7 @@ def test_a_folder_of_someone_else_is_left_alone(home: Path, tmp_path: Path) -> N
     assert path.read_text() == "mine"
 
 
-def test_a_training_is_resumed_with_the_same_settings(
-    home: Path, tmp_path: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_is_resumed_with_the_same_settings(home, tmp_path, stopped, monkeypatch):
     before = sorted(stopped.rglob("*"))
     with pytest.raises(CheckpointError, match="train_gates.gate_lr: 0.5 then, 0.25 now") as told:
         go_on(home, tmp_path, gate_lr=0.25)
@@ -453,9 +432,7 @@ def test_a_training_is_resumed_with_the_same_settings(
 
 
 @pytest.mark.parametrize("train", [gates, healed])
-def test_the_old_output_stays_until_the_new_one_is_complete(
-    train: Callable[..., Any], home: Path, tmp_path: Path
-) -> None:
+def test_the_old_output_stays_until_the_new_one_is_complete(train, home, tmp_path):
     train(home, tmp_path / "o", steps=2)
     old = files(tmp_path / "o")
     with pytest.raises(CheckpointError, match="already exists"):
@@ -470,7 +447,7 @@ def test_the_old_output_stays_until_the_new_one_is_complete(
 
 
 @contextmanager
-def claimed_by_another(output: Path) -> Iterator[None]:
+def claimed_by_another(output):
     """As if another process wrote an output: locks belong to whoever opened the file."""
     folder = work_folder(output)
     folder.mkdir()
@@ -479,9 +456,7 @@ def claimed_by_another(output: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("train", [gates, healed])
-def test_two_trainings_do_not_share_an_output(
-    train: Callable[..., Any], home: Path, tmp_path: Path
-) -> None:
+def test_two_trainings_do_not_share_an_output(train, home, tmp_path):
     with (
         claimed_by_another(tmp_path / "o"),
         pytest.raises(CheckpointError, match="Another process"),
@@ -491,7 +466,7 @@ def test_two_trainings_do_not_share_an_output(
     train(home, tmp_path / "o", steps=1)
 
 
-def test_a_long_name_has_a_folder(tmp_path: Path) -> None:
+def test_a_long_name_has_a_folder(tmp_path):
     config = HealConfig(steps=1)
     one, other = (Run.of(tmp_path / ("n" * 254 + end), "heal", config).folder for end in "ab")
     one.mkdir()
@@ -501,11 +476,11 @@ def test_a_long_name_has_a_folder(tmp_path: Path) -> None:
 # numbers that are not finite
 
 
-def of_nan_after(step: int, group: int, patched: pytest.MonkeyPatch) -> None:
+def of_nan_after(step, group, patched):
     """Lets an optimiser come to NaN in one of its groups: gates, factors or weights."""
     plain, made = GateOptimizer.step, [0]
 
-    def breaking(self: GateOptimizer, closure: Any = None) -> None:
+    def breaking(self, closure=None):
         plain(self, closure)
         made[0] += 1
         if made[0] == step:
@@ -524,13 +499,8 @@ def of_nan_after(step: int, group: int, patched: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_training_that_breaks_down_writes_nothing(
-    step: int,
-    group: int,
-    message: str,
-    home: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    step, group, message, home, tmp_path, monkeypatch
+):
     of_nan_after(step, group, monkeypatch)
     with pytest.raises(TrainingError, match="Training broke down: .*Lower gate_lr") as told:
         gates(home, tmp_path / "g", train=Train.ATTENTION, save_every=9)
@@ -539,9 +509,7 @@ def test_a_training_that_breaks_down_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_learning_rate_that_is_too_large_is_named(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_learning_rate_that_is_too_large_is_named(home, tmp_path, capsys):
     settings = [
         "--steps",
         "9",
@@ -559,7 +527,7 @@ def test_a_learning_rate_that_is_too_large_is_named(
     assert not (tmp_path / "g").exists()
 
 
-def test_text_without_anything_to_mask_is_said(tmp_path: Path) -> None:
+def test_text_without_anything_to_mask_is_said(tmp_path):
     tiny.save(tiny.model("bert-mlm"), tmp_path / "model")
     (tmp_path / "text.txt").write_text(f"{tiny.text(400)} {'unknown ' * 350}")
     with pytest.raises(DataError, match="no token to mask in a whole batch.*Give other text"):
@@ -567,9 +535,7 @@ def test_text_without_anything_to_mask_is_said(tmp_path: Path) -> None:
     assert not (tmp_path / "g").exists()
 
 
-def test_a_healing_that_breaks_down_keeps_its_last_good_checkpoint(
-    home: Path, tmp_path: Path
-) -> None:
+def test_a_healing_that_breaks_down_keeps_its_last_good_checkpoint(home, tmp_path):
     with pytest.raises(TrainingError, match="Lower --learning-rate"):
         healed(home, tmp_path / "h", learning_rate=1e9, save_every=1)
     assert not (tmp_path / "h").exists()
@@ -596,14 +562,12 @@ def test_a_healing_that_breaks_down_keeps_its_last_good_checkpoint(
         (HealConfig, {"steps": 1, "save_every": 10**30}),
     ],
 )
-def test_settings_that_no_run_could_have_are_refused(
-    kind: type[TrainGatesConfig | HealConfig], settings: dict[str, Any]
-) -> None:
+def test_settings_that_no_run_could_have_are_refused(kind, settings):
     with pytest.raises(ValidationError):
         kind(**settings)
 
 
-def test_as_many_steps_as_epochs_take_are_bounded(home: Path, tmp_path: Path) -> None:
+def test_as_many_steps_as_epochs_take_are_bounded(home, tmp_path):
     with pytest.raises(HeadpruneError, match=r"epochs 1e\+09 of .* Give fewer, or --steps"):
         gates(home, tmp_path / "g", steps=None, epochs=1e9)
 
@@ -612,7 +576,7 @@ def test_as_many_steps_as_epochs_take_are_bounded(home: Path, tmp_path: Path) ->
 
 
 @contextmanager
-def no_file_larger_than(size: int) -> Iterator[None]:
+def no_file_larger_than(size):
     """A disk that is full in the middle of a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
@@ -623,12 +587,10 @@ def no_file_larger_than(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", slow_unless((50, 120_000).__contains__, [50, 900, 5_000, 120_000]))
-def test_a_full_disk_is_said_and_the_training_goes_on(
-    size: int, home: Path, tmp_path: Path, whole: dict[str, bytes]
-) -> None:
+def test_a_full_disk_is_said_and_the_training_goes_on(size, home, tmp_path, whole):
     with ExitStack() as full:
 
-        def begin(stage: str) -> None:  # tokens and settings are written by then
+        def begin(stage):  # tokens and settings are written by then
             if stage == "training":
                 full.enter_context(no_file_larger_than(size))
 

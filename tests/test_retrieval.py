@@ -1,23 +1,18 @@
 """Retrieval heads: a planted one is told, spoilt ones are not; without room they are refused."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.probes import _KEYS
 from headprune.model.attention import attention_of
 from headprune.role import ROLES, inputs
-from headprune.role.inputs import Reading, needles_input
+from headprune.role.inputs import needles_input
 from headprune.role.scores import scored
 from headprune.role.watch import watch
-from headprune.schemas.roles import RoleScore
 from tests import planted, tiny
 from tests.test_needle import words
 
@@ -25,7 +20,7 @@ CONFIG = RolesConfig(sequences=150, seq_len=60, resamples=200, needle_lengths=(6
 BACK = 12  # tokens from where a number is asked for to where it is told, right before that
 
 
-def finder() -> GPT2LMHeadModel:
+def finder():
     """Head 1.0 looks at what came after an earlier copy, and writes it over the token itself."""
     model = planted.gpt2()
     planted.offset(model, 0, 0, by=1)
@@ -36,13 +31,13 @@ def finder() -> GPT2LMHeadModel:
     return model
 
 
-def given(model: PreTrainedModel, folder: Path, config: RolesConfig = CONFIG) -> Reading | None:
+def given(model, folder, config=CONFIG):
     text, draw = folder / "text.txt", random.Random(0)
     text.write_text(" ".join(draw.choices([*_KEYS, "w"], k=2000)))
     return needles_input(model, words(), DataConfig(source=str(text)), config)
 
 
-def told(model: PreTrainedModel, contexts: Reading | None) -> list[list[RoleScore]]:
+def told(model, contexts):
     """Of the heads of every layer."""
     assert contexts is not None
     attentions = attention_of(model)
@@ -51,7 +46,7 @@ def told(model: PreTrainedModel, contexts: Reading | None) -> list[list[RoleScor
     return [[head.scores["retrieval"] for head in module.heads] for module in modules]
 
 
-def test_a_head_that_copies_a_needle_is_told_and_a_spoilt_one_is_not(tmp_path: Path) -> None:
+def test_a_head_that_copies_a_needle_is_told_and_a_spoilt_one_is_not(tmp_path):
     model = finder()
     planted.induction(model, 1)
     _, key = planted._columns(model, 1, 1)
@@ -66,9 +61,7 @@ def test_a_head_that_copies_a_needle_is_told_and_a_spoilt_one_is_not(tmp_path: P
     assert found[2].control == pytest.approx(found[2].score, abs=0.1)
 
 
-def test_a_model_that_finds_no_or_few_needles_has_no_scores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_finds_no_or_few_needles_has_no_scores(tmp_path, monkeypatch):
     model = finder()
     planted.shuffled(model, 1, 0)
     with pytest.warns(HeadpruneWarning, match=r"finds 0 of 150 needles.*left out"):
@@ -78,7 +71,7 @@ def test_a_model_that_finds_no_or_few_needles_has_no_scores(
         assert given(finder(), tmp_path) is None
 
 
-def test_random_heads_do_not_retrieve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_heads_do_not_retrieve(tmp_path, monkeypatch):
     """Even where all needles are taken for found."""
     monkeypatch.setattr(inputs, "answered", lambda model, rows, size: [1] * len(rows))
     model = tiny.model("llama-gqa")
@@ -93,9 +86,7 @@ def test_random_heads_do_not_retrieve(tmp_path: Path, monkeypatch: pytest.Monkey
         ("gpt2", 20, "Give needle_lengths of 41 or more"),
     ],
 )
-def test_a_context_without_room_is_refused(
-    case: str, length: int, said: str, tmp_path: Path
-) -> None:
+def test_a_context_without_room_is_refused(case, length, said, tmp_path):
     config = CONFIG.model_copy(update={"needle_lengths": (length,)})
     with pytest.raises(DataError, match=said):
         given(tiny.model(case), tmp_path, config)

@@ -1,16 +1,11 @@
 """Pictures of roles: every head is drawn as what the record says of it, in files and in reports."""
 
-from __future__ import annotations
-
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.collections import PatchCollection, PathCollection
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.errors import CheckpointError, HeadpruneWarning
@@ -33,7 +28,6 @@ from headprune.schemas.roles import (
 )
 from headprune.tensors.units import Unit
 from tests import tiny
-from tests.browser import Browser
 
 PATHS = [f"model.layers.{layer}.self_attn" for layer in range(tiny.LAYERS)]
 MODEL = ModelIdentity(
@@ -41,7 +35,7 @@ MODEL = ModelIdentity(
 )
 
 
-def head(number: int, role: str | None, rise: float | None) -> HeadRoles:
+def head(number, role, rise):
     scores = {}
     for name in ("previous-token", "induction"):
         score, state = (0.95, "over") if name == role else (0.25, "under")
@@ -51,9 +45,7 @@ def head(number: int, role: str | None, rise: float | None) -> HeadRoles:
     return HeadRoles(head=number, role=role, nearly=(), attributes=(), scores=scores, effect=effect)
 
 
-def modules(
-    roles: dict[tuple[int, int], str], rise: float | None = None
-) -> tuple[ModuleRoles, ...]:
+def modules(roles, rise=None):
     """Four layers of six heads, in pairs."""
     return tuple(
         ModuleRoles(
@@ -66,7 +58,7 @@ def modules(
     )
 
 
-def record(**changes: Any) -> RolesRecord:
+def record(**changes):
     whole = RolesRecord(
         created="2026-01-01",
         versions={"headprune": "0.1.0"},
@@ -81,7 +73,7 @@ def record(**changes: Any) -> RolesRecord:
     return whole.model_copy(update=changes)
 
 
-def cut(whole: RolesRecord, left: tuple[int, ...] = (1, 2, 3)) -> RolesRecord:
+def cut(whole, left=(1, 2, 3)):
     """The same after all layers lost the other heads."""
     there = [[h for h in m.heads if h.head in left] for m in whole.modules]
     smaller = [
@@ -93,9 +85,9 @@ def cut(whole: RolesRecord, left: tuple[int, ...] = (1, 2, 3)) -> RolesRecord:
     )
 
 
-def marks(figure: Figure, panel: int) -> dict[str, list[tuple[float, float]]]:
+def marks(figure, panel):
     """Places of marks by colour."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    found = {}
     for drawn in figure.axes[panel].collections:
         if isinstance(drawn, PathCollection):
             places = np.asarray(drawn.get_offsets()).tolist()
@@ -103,13 +95,13 @@ def marks(figure: Figure, panel: int) -> dict[str, list[tuple[float, float]]]:
     return {colour: sorted(places) for colour, places in found.items()}
 
 
-def squares(figure: Figure, panel: int) -> list[int]:
+def squares(figure, panel):
     """How many heads each set of squares is of."""
     several = figure.axes[panel].collections
     return [len(one.get_paths()) for one in several if isinstance(one, PatchCollection)]
 
 
-def test_marks_are_the_roles() -> None:
+def test_marks_are_the_roles():
     drawn = marks(roles_figure(record()), 0)
     assert drawn[SERIES[0]] == [(1, 0)]
     assert drawn[SERIES[1]] == [(2, 3), (4, 3)]
@@ -118,7 +110,7 @@ def test_marks_are_the_roles() -> None:
     assert other == {SERIES[0]: [(1, 0)], MUTED: other[MUTED]}
 
 
-def test_cut_heads_are_hollow_and_groups_framed_beside_the_original() -> None:
+def test_cut_heads_are_hollow_and_groups_framed_beside_the_original():
     figure = roles_figure(cut(record()))
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["before", "after"]
     assert marks(figure, 0) == marks(roles_figure(record()), 0)
@@ -133,7 +125,7 @@ def test_cut_heads_are_hollow_and_groups_framed_beside_the_original() -> None:
     assert squares(roles_figure(alone), 0) == [12, 4]  # head 0 of each; 4 and 5 nobody knows of
 
 
-def test_a_score_has_its_place_on_one_scale() -> None:
+def test_a_score_has_its_place_on_one_scale():
     shown = [axes for axes in scores_figure(record()).axes if axes.get_visible()]
     titles = [axes.get_title(loc="left") for axes in shown]
     assert titles == ["previous-token\n≥ 0.5", "induction\n≥ 0.4"]
@@ -145,22 +137,20 @@ def test_a_score_has_its_place_on_one_scale() -> None:
         assert len(axes.collections[1].get_paths()) == len(over)
 
 
-def test_the_table_has_the_same() -> None:
+def test_the_table_has_the_same():
     columns, rows = roles_table(cut(record()))
     assert columns == ("layer", "before", "after", "cut")
     assert rows[3] == ("3", "induction: 2, 4", "induction: 2", "0, 4, 5")
     assert roles_table(record())[1][0] == ("0", "previous-token: 1", "-")
 
 
-def write(one: RolesRecord, folder: Path) -> Path:
+def write(one, folder):
     folder.mkdir(parents=True)
     (folder / "roles.json").write_text(one.model_dump_json())
     return folder
 
 
-def test_roles_belong_to_the_result_with_these_heads(
-    browser: Browser, llama_folder: Path, tmp_path: Path
-) -> None:
+def test_roles_belong_to_the_result_with_these_heads(browser, llama_folder, tmp_path):
     model = tiny.model("llama-gqa")
     parts = {
         a.path: AttentionPlan(query_heads=6, kv_heads=3, keep=(0, 1, 2, 3))

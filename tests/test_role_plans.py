@@ -1,7 +1,5 @@
 """Roles in plans: heads are held for them, what is lost is said, and what cannot be is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 
 from headprune.config import DataConfig, ScoreConfig
 from headprune.evidence.score import score
-from headprune.planning.choose import ChosenCuts, CutRequest
+from headprune.planning.choose import CutRequest
 from headprune.render.report import report
 from headprune.result.card import rewrite_card, roles_section
 from headprune.result.prune import prune
@@ -26,7 +24,7 @@ FIRST, SECOND = "transformer.h.0.attn", "transformer.h.1.attn"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A planted model, its roles, and scores by which 0.0, the only head that writes, stays."""
     root = tmp_path_factory.mktemp("planned")
     measured(whole(), root)
@@ -34,16 +32,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def planned(place: Path, *held: str, **budget: object) -> ChosenCuts:
+def planned(place, *held, **budget):
     of_roles = {"roles": place / "roles", "keep_roles": held}
     return chosen(place / "model", place / "scores", **of_roles, **budget)
 
 
-def kept(made: ChosenCuts) -> list[tuple[int, ...]]:
+def kept(made):
     return [made.plan.attentions[path].keep for path in (FIRST, SECOND)]
 
 
-def test_heads_of_a_role_stay_whatever_their_scores(place: Path) -> None:
+def test_heads_of_a_role_stay_whatever_their_scores(place):
     free = planned(place, keep=2)
     assert kept(free) == [(0, 1), ()]
     assert free.roles_lost == LOST  # "broad" is lost as well, which is an attribute
@@ -55,7 +53,7 @@ def test_heads_of_a_role_stay_whatever_their_scores(place: Path) -> None:
     assert chosen(place / "model", place / "scores", keep=2).roles_lost is None
 
 
-def test_they_stay_under_every_budget(place: Path) -> None:
+def test_they_stay_under_every_budget(place):
     most = 1_900_000  # of two heads
     held = planned(place, "duplicate-token", "induction", max_params=most)
     assert kept(held) == [(2,), (0,)] and held.spent["--max-params 1,900,000"][1] <= most
@@ -76,13 +74,7 @@ def test_they_stay_under_every_budget(place: Path) -> None:
         (("--max-params", 1, "--keep-roles", "induction"), "--keep-roles (query heads held: 1)"),
     ],
 )
-def test_what_cannot_be_is_said_and_nothing_written(
-    arguments: tuple[object, ...],
-    said: str,
-    place: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_cannot_be_is_said_and_nothing_written(arguments, said, place, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     record = json.loads((place / "roles" / "roles.json").read_text())
     record["model"]["fingerprint"] = "0" * 16
@@ -96,7 +88,7 @@ def test_what_cannot_be_is_said_and_nothing_written(
     assert said in err
 
 
-def test_a_dry_run_names_the_roles_that_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_names_the_roles_that_go(place, capsys):
     words = ("prune", place / "model", "--scores", place / "scores", "--dry-run")
     roles = ("--roles", place / "roles")
     out = succeeds(capsys, *words, "--keep", 2, *roles)
@@ -114,7 +106,7 @@ def test_a_dry_run_names_the_roles_that_go(place: Path, capsys: pytest.CaptureFi
     )
 
 
-def test_a_report_shows_what_became_of_roles(place: Path, tmp_path: Path) -> None:
+def test_a_report_shows_what_became_of_roles(place, tmp_path):
     runs = [tmp_path, place / "roles"]
     prune(place / "model", tmp_path / "small", CutRequest(plan=planned(place, keep=2).plan))
     page = report(runs, tmp_path / "page.html").output.read_text()
@@ -138,7 +130,7 @@ def test_a_report_shows_what_became_of_roles(place: Path, tmp_path: Path) -> Non
     assert "Roles of heads" in text and "Roles of heads" not in other
 
 
-def test_a_group_is_held_for_one_of_its_heads(tmp_path: Path) -> None:
+def test_a_group_is_held_for_one_of_its_heads(tmp_path):
     from headprune.model.attention import attention_of
     from headprune.planning.roles import held_units
     from headprune.schemas.roles import RolesRecord
@@ -147,7 +139,7 @@ def test_a_group_is_held_for_one_of_its_heads(tmp_path: Path) -> None:
     attentions = attention_of(model)
 
     class Record(RolesRecord):
-        def heads(self, role: str) -> set[tuple[str, int]]:
+        def heads(self, role):
             return {(attentions[1].path, 3)}
 
     record = Record.model_construct()

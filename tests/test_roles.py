@@ -1,19 +1,13 @@
 """Roles: planted heads have them, spoilt ones do not; batches do not count; ablation; refusals."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor
-from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.errors import DataError, FamilyError
@@ -32,7 +26,7 @@ from headprune.role.ablation import Out, head_means, random_sets, recorded, repl
 from headprune.role.inputs import Reading, repeated_inputs, token_classes
 from headprune.role.measure import roles
 from headprune.role.scores import changes, score_of
-from headprune.role.watch import Watched, watch
+from headprune.role.watch import watch
 from headprune.role.writing import Contributions
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.schemas.roles import RolesRecord
@@ -44,7 +38,7 @@ SMALL = RolesConfig(sequences=8, seq_len=60, resamples=200)
 PERIOD = 30  # two runs of 30 fit into the 64 places of the planted model, and into its 60 words
 
 
-def whole() -> GPT2LMHeadModel:
+def whole():
     """Heads 0.0 to 0.2 and 1.0 do something."""
     model = planted.gpt2()
     planted.offset(model, 0, 0, by=1)
@@ -55,7 +49,7 @@ def whole() -> GPT2LMHeadModel:
     return model
 
 
-def measured(model: PreTrainedModel, folder: Path, **settings: object) -> RolesRecord:
+def measured(model, folder, **settings):
     text = folder / "text.txt"
     text.write_text(tiny.text(1500))
     place = tiny.save(model, folder / "model")
@@ -65,7 +59,7 @@ def measured(model: PreTrainedModel, folder: Path, **settings: object) -> RolesR
         return roles(str(place), folder / "roles", data, config, overwrite=True)
 
 
-def by_head(record: RolesRecord) -> dict[str, str | None]:
+def by_head(record):
     return {
         f"{layer}.{head.head}": head.role
         for layer, module in enumerate(record.modules)
@@ -73,23 +67,23 @@ def by_head(record: RolesRecord) -> dict[str, str | None]:
     }
 
 
-def printed(record: RolesRecord) -> str:
+def printed(record):
     console = Console(width=60, record=True, file=io.StringIO())
     show(console, record, Path("roles"))
     return console.export_text()
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> RolesRecord:
+def record(tmp_path_factory):
     return measured(whole(), tmp_path_factory.mktemp("whole"))
 
 
-def test_every_role_says_what_it_is() -> None:
+def test_every_role_says_what_it_is():
     for role in ROLES.values():
         assert role.source and role.definition[0].islower() and "    " in role.reference
 
 
-def test_planted_heads_have_their_roles(record: RolesRecord) -> None:
+def test_planted_heads_have_their_roles(record):
     assert by_head(record) == {
         **{"0.0": "previous-token", "0.1": "positional", "0.2": "duplicate-token"},
         **{"1.0": "induction"},
@@ -117,18 +111,14 @@ def test_planted_heads_have_their_roles(record: RolesRecord) -> None:
         ("1.0", lambda model: planted.offset(model, 0, 0, by=2)),
     ],
 )
-def test_spoilt_heads_do_not(
-    place: str, spoil: Callable[[GPT2LMHeadModel], None], record: RolesRecord, tmp_path: Path
-) -> None:
+def test_spoilt_heads_do_not(place, spoil, record, tmp_path):
     model = whole()
     spoil(model)
     assert by_head(measured(model, tmp_path))[place] != by_head(record)[place]
 
 
 @pytest.mark.parametrize(("by", "role"), [(PERIOD - 1, "induction"), (PERIOD, "duplicate-token")])
-def test_a_head_that_looks_back_as_far_as_the_run_is_long_fails_its_control(
-    by: int, role: str, tmp_path: Path
-) -> None:
+def test_a_head_that_looks_back_as_far_as_the_run_is_long_fails_its_control(by, role, tmp_path):
     model = planted.gpt2()
     planted.offset(model, 0, 0, by=by)
     head = measured(model, tmp_path).modules[0].heads[0]
@@ -138,12 +128,12 @@ def test_a_head_that_looks_back_as_far_as_the_run_is_long_fails_its_control(
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "bert-mlm"))
-def test_a_random_model_has_no_roles(case: str, tmp_path: Path) -> None:
+def test_a_random_model_has_no_roles(case, tmp_path):
     random = measured(tiny.model(case), tmp_path)
     assert {*by_head(random).values()} == {None}
 
 
-def batches_of(case: str) -> tuple[PreTrainedModel, list[Any]]:
+def batches_of(case):
     """A model and two batches with labels; the second is padded."""
     model, generator = tiny.model(case), torch.Generator().manual_seed(0)
     batches = []
@@ -159,14 +149,14 @@ def batches_of(case: str) -> tuple[PreTrainedModel, list[Any]]:
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "bert-mlm", "t5"))
-def test_a_contribution_is_the_norm_of_what_one_head_writes(case: str) -> None:
+def test_a_contribution_is_the_norm_of_what_one_head_writes(case):
     model, batches = batches_of(case)
     attentions = attention_of(model)
     norms = Contributions(model, attentions)
     watch(model, attentions, Reading(batches), {}, {}, contributions=norms)
     attention, shares = attentions[-1], norms.of(len(attentions) - 1)
-    written: list[torch.Tensor] = []
-    residual: list[torch.Tensor] = []
+    written = []
+    residual = []
     with torch.no_grad():  # the others are silent
         weight, bias = read_output(attention)
         alone = torch.zeros_like(weight)
@@ -185,7 +175,7 @@ def test_a_contribution_is_the_norm_of_what_one_head_writes(case: str) -> None:
     assert shares[1] == pytest.approx(mean, rel=1e-4) != shares[2]
 
 
-def watched(model: PreTrainedModel, rows: list[torch.Tensor], size: int, pad: int) -> Watched:
+def watched(model, rows, size, pad):
     """Reads rows in batches, padded on the right and with ``pad`` more tokens."""
     batches = []
     for start in range(0, len(rows), size):
@@ -205,7 +195,7 @@ def watched(model: PreTrainedModel, rows: list[torch.Tensor], size: int, pad: in
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "t5", "deberta-v2"))
-def test_neither_batch_nor_padding_counts(case: str) -> None:
+def test_neither_batch_nor_padding_counts(case):
     model = tiny.model(case)
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(5, 60, (n,), generator=generator) for n in (12, 20, 17)]
@@ -222,7 +212,7 @@ def test_neither_batch_nor_padding_counts(case: str) -> None:
     assert differs  # another text would show
 
 
-def test_the_best_of_many_offsets_is_judged_on_sequences_that_did_not_choose_it() -> None:
+def test_the_best_of_many_offsets_is_judged_on_sequences_that_did_not_choose_it():
     """All offsets score one half: no more heads are surely above that than the level says."""
     heads, generator = 200, torch.Generator().manual_seed(0)
     counts = torch.full((32, 16), 100.0)
@@ -234,13 +224,8 @@ def test_the_best_of_many_offsets_is_judged_on_sequences_that_did_not_choose_it(
     assert sum(low > 0.5 for low in lows) <= 12  # 5 expected; some 60 by sequences that choose
 
 
-@pytest.mark.parametrize(
-    "case",
-    tiny.present("llama-gqa", "albert", "t5"),
-)
-def test_the_loss_without_heads_is_that_of_the_whole_model_run_again(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("case", tiny.present("llama-gqa", "albert", "t5"))
+def test_the_loss_without_heads_is_that_of_the_whole_model_run_again(case, monkeypatch):
     model, batches = batches_of(case)
     attentions = attention_of(model)
     means = head_means(model, attentions, batches)
@@ -251,12 +236,12 @@ def test_the_loss_without_heads_is_that_of_the_whole_model_run_again(
     by_ablation = rises(model, attentions, batches, means, [*alone, *together])
     every = [torch.ones(a.query_heads) for a in attentions]
 
-    def loss(gates: list[Tensor]) -> Tensor:
+    def loss(gates):
         with torch.no_grad(), gated(attentions, fixed(gates)):
             per_batch = [example_losses(model, task_of(model), batch) for batch in batches]
         return torch.cat(per_batch).double().mean()
 
-    def closed(at: int, head: int) -> list[Tensor]:
+    def closed(at, head):
         gate = every[at].index_fill(0, torch.tensor([head]), 0.0)
         return [*every[:at], gate, *every[at + 1 :]]
 
@@ -271,7 +256,7 @@ def test_the_loss_without_heads_is_that_of_the_whole_model_run_again(
         torch.testing.assert_close(rise, again[one], atol=1e-6, rtol=0)
 
 
-def test_layers_run_as_often_as_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_run_as_often_as_something_changed(monkeypatch):
     """Two runs per head from its layer on, and sets of heads from where they first differ."""
     model, batches = batches_of("llama-gqa")
     attentions, layers = attention_of(model), model.model.layers
@@ -287,7 +272,7 @@ def test_layers_run_as_often_as_something_changed(monkeypatch: pytest.MonkeyPatc
     assert len(runs) == 4 + 4 + 2
 
     # what layers behind the first that differs returned is stale
-    def too_much(outputs: Any) -> Any:
+    def too_much(outputs):
         return replayed([*outputs, *stale[len(outputs) : -1]])
 
     with recorded(layers) as stale:
@@ -297,7 +282,7 @@ def test_layers_run_as_often_as_something_changed(monkeypatch: pytest.MonkeyPatc
     assert not torch.allclose(spoilt[drawn[1]], exact[drawn[1]], atol=1e-5)
 
 
-def test_effects_are_written_beside_roles(tmp_path: Path) -> None:
+def test_effects_are_written_beside_roles(tmp_path):
     model = whole()
     planted.writes(model, 1, 0)
     record = measured(model, tmp_path, ablation_tokens=120)
@@ -318,18 +303,13 @@ SMALLER = ["--config=sequences=8", "--config=seq_len=60", "--config=resamples=20
 
 
 @pytest.fixture
-def text_and_model(tmp_path: Path) -> tuple[Path, Path]:
+def text_and_model(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(tiny.text(1500))
     return text, tiny.save(whole(), tmp_path / "original")
 
 
-def test_what_a_cut_loses_has_the_numbers_of_the_original(
-    text_and_model: tuple[Path, Path],
-    record: RolesRecord,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_a_cut_loses_has_the_numbers_of_the_original(text_and_model, record, tmp_path, capsys):
     text, original = text_and_model
     parts = {
         a.path: AttentionPlan(query_heads=4, kv_heads=4, keep=keep)
@@ -375,14 +355,7 @@ def test_what_a_cut_loses_has_the_numbers_of_the_original(
         (["--config", "seq_len=60", "--config", "attention=cross"], 500, "no 'cross' attention"),
     ],
 )
-def test_bad_input_is_refused(
-    arguments: list[str],
-    words: int,
-    said: str,
-    text_and_model: tuple[Path, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_input_is_refused(arguments, words, said, text_and_model, tmp_path, capsys):
     text, original = text_and_model
     text.write_text(tiny.text(words))
     output = tmp_path / "roles"
@@ -391,7 +364,7 @@ def test_bad_input_is_refused(
     assert said in err
 
 
-def test_models_without_loss_weights_or_room_are_refused(tmp_path: Path) -> None:
+def test_models_without_loss_weights_or_room_are_refused(tmp_path):
     with pytest.raises(DataError, match="--ablation-tokens needs the loss .* a BertModel"):
         measured(tiny.model("bert-base"), tmp_path, ablation_tokens=120)
     model = tiny.model("llama-gqa")
@@ -405,7 +378,7 @@ def test_models_without_loss_weights_or_room_are_refused(tmp_path: Path) -> None
         repeated_inputs(model, tiny.tokenizer(), SMALL)
 
 
-def test_a_head_that_says_the_same_of_everything_is_its_mean() -> None:
+def test_a_head_that_says_the_same_of_everything_is_its_mean():
     model, batches = batches_of("llama-mha")
     attentions = attention_of(model)
     with torch.no_grad():  # the values of its first head are zero
@@ -418,7 +391,7 @@ def test_a_head_that_says_the_same_of_everything_is_its_mean() -> None:
     assert abs(second.mean()) > 1e-4
 
 
-def test_random_sets_have_as_many_heads_of_the_same_layers() -> None:
+def test_random_sets_have_as_many_heads_of_the_same_layers():
     attentions = attention_of(tiny.model("llama-gqa"))
     drawn = random_sets(attentions, {0: [1, 2], 2: [0, 1, 2, 3]}, seed=0)
     assert len(drawn) == 20

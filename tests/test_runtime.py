@@ -1,22 +1,17 @@
 """The runtime beside other code: engines that look at it, other versions of itself, tracing."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
 import types
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaForCausalLM,
-    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -25,12 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 
 import headprune
 from headprune.runtime import modeling_headprune
-from headprune.runtime.modeling_headprune import (
-    REPEATING,
-    EmptyLinear,
-    Positions,
-    pruned_class,
-)
+from headprune.runtime.modeling_headprune import REPEATING, EmptyLinear, Positions, pruned_class
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import ragged_plan, uneven_plan
@@ -38,13 +28,13 @@ from tests.cutting import ragged_plan, uneven_plan
 IDS = torch.tensor([[5, 6, 7, 8]])
 
 
-def ragged() -> PreTrainedModel:
+def ragged():
     model = tiny.model("llama-gqa")
     cut_heads(model, resolve(ragged_plan(model), model, ragged=True))
     return model
 
 
-def test_engines_may_ask_for_instances_of_what_init_annotates() -> None:
+def test_engines_may_ask_for_instances_of_what_init_annotates():
     """As vLLM does, parameter by parameter, to find its own config among the arguments."""
     cls = pruned_class(LlamaForCausalLM)
     parameters = inspect.signature(cls.__init__).parameters.values()
@@ -55,7 +45,7 @@ def test_engines_may_ask_for_instances_of_what_init_annotates() -> None:
         isinstance(object(), "Any")  # type: ignore[arg-type]
 
 
-def test_a_layer_without_heads_multiplies_by_no_empty_matrix() -> None:
+def test_a_layer_without_heads_multiplies_by_no_empty_matrix():
     model = tiny.model("llama-gqa")
     cut_heads(model, resolve(uneven_plan(model, 1), model))
     empty = [m for m in model.modules() if isinstance(m, nn.Linear) and m.in_features == 0]
@@ -69,18 +59,18 @@ def test_a_layer_without_heads_multiplies_by_no_empty_matrix() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_openvino_computes_a_layer_without_heads() -> None:
+def test_openvino_computes_a_layer_without_heads():
     openvino = pytest.importorskip("openvino")
 
     class Output(nn.Module):
-        def __init__(self, output: nn.Linear) -> None:
+        def __init__(self, output):
             super().__init__()
             self.output = output
 
-        def forward(self, hidden: Tensor) -> Tensor:
+        def forward(self, hidden):
             return self.output(hidden.new_zeros(*hidden.shape[:2], 0)) + hidden
 
-    def gap(output: nn.Linear) -> float:
+    def gap(output):
         hidden = torch.randn(2, 3, 5)
         nn.init.constant_(output.bias, 3.0)
         try:
@@ -96,7 +86,7 @@ def test_openvino_computes_a_layer_without_heads() -> None:
     assert gap(nn.Linear(0, 5)) > 1e-2  # why there is a class
 
 
-def test_results_of_two_schemas_live_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_two_schemas_live_in_one_process(monkeypatch):
     model = ragged()
     before = model(IDS).logits
     source = Path(modeling_headprune.__file__).read_text(encoding="utf-8")
@@ -112,9 +102,7 @@ def test_results_of_two_schemas_live_in_one_process(monkeypatch: pytest.MonkeyPa
     assert not torch.equal(model(IDS).logits, before)
 
 
-def test_the_file_beside_another_result_serves_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_beside_another_result_serves_as_well(tmp_path, monkeypatch):
     """Whatever the implementation of attention: every result has a file of its own."""
     folder = tiny.save(tiny.model("t5"), tmp_path / "t5")
     headprune.convert_gqa(folder, output=tmp_path / "out", kv_heads=2, merge="mean")
@@ -135,7 +123,7 @@ def test_the_file_beside_another_result_serves_as_well(
         model(**ids)
 
 
-def test_positions_go_where_the_model_goes() -> None:
+def test_positions_go_where_the_model_goes():
     picked, x = Positions([2, 0, 2]), torch.arange(12).view(3, 4)
     assert torch.equal(picked(x, -1), x[:, [2, 0, 2]]) and not picked.state_dict()
     for other in (copy.deepcopy(picked), pickle.loads(pickle.dumps(picked))):
@@ -147,7 +135,7 @@ def test_positions_go_where_the_model_goes() -> None:
     assert torch.equal(emptied(x, 0), x[[2, 0, 2]])
 
 
-def test_a_model_computes_after_its_export() -> None:
+def test_a_model_computes_after_its_export():
     """No tensor of the trace is kept."""
     model = ragged()
     expected = copy.deepcopy(model)(IDS).logits
@@ -156,7 +144,7 @@ def test_a_model_computes_after_its_export() -> None:
     assert torch.allclose(traced.module()(IDS, use_cache=False).logits, expected, atol=1e-5)
 
 
-def test_continuous_batching_is_refused() -> None:
+def test_continuous_batching_is_refused():
     """Its cache has as many KV heads in every layer."""
     for batched in (
         lambda net: net.generate_batch([IDS[0].tolist()]),
@@ -168,11 +156,11 @@ def test_continuous_batching_is_refused() -> None:
     assert type(stock.init_continuous_batching()).__name__ == "ContinuousBatchingManager"
 
 
-GONE: dict[int, list[int]] = {0: [0], 1: [0, 1, 2, 3, 4, 5], 2: [2, 3]}  # ragged, empty, uneven
+GONE = {0: [0], 1: [0, 1, 2, 3, 4, 5], 2: [2, 3]}  # ragged, empty, uneven
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, tuple[Path, Path]]:
+def results(tmp_path_factory):
     """A model and its cut, in both types."""
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -184,7 +172,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, tuple
     return found
 
 
-def loss_of(net: nn.Module) -> Tensor:
+def loss_of(net):
     """The loss of training, by the logits."""
     logits = net(input_ids=TEXT, use_cache=False).logits.float()
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TEXT[:, 1:].flatten())
@@ -193,7 +181,7 @@ def loss_of(net: nn.Module) -> Tensor:
 TEXT = torch.randint(5, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
-def trained(net: PreTrainedModel, called: nn.Module | None = None) -> dict[str, Tensor]:
+def trained(net, called=None):
     """The gradients of two steps, the second of which DDP refuses after unused weights."""
     for _ in range(2):
         net.zero_grad()
@@ -201,7 +189,7 @@ def trained(net: PreTrainedModel, called: nn.Module | None = None) -> dict[str, 
     return {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
 
 
-def distributed(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+def distributed(net, folder):
     """By DDP, which waits for a gradient of every weight."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1
@@ -212,11 +200,11 @@ def distributed(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
         torch.distributed.destroy_process_group()
 
 
-def compiled(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+def compiled(net, folder):
     """As one graph, which makes no tensors of lists."""
-    made: list[str] = []
+    made = []
 
-    def backend(graph: torch.fx.GraphModule, example: Sequence[Tensor]) -> Callable[..., Any]:
+    def backend(graph, example):
         made.extend(str(n.target) for n in graph.graph.nodes if n.target is torch.tensor)
         return graph.forward
 
@@ -226,14 +214,14 @@ def compiled(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     return found
 
 
-def after_generation(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+def after_generation(net, folder):
     """After tensors of inference went through it."""
     with torch.inference_mode():
         net.generate(TEXT, max_new_tokens=2, do_sample=False)
     return trained(net)
 
 
-def checkpointed(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+def checkpointed(net, folder):
     """With layers that run again for their gradients."""
     # renamed in transformers 5.2x; the old name warns there
     getattr(net, "activation_checkpointing_enable", net.gradient_checkpointing_enable)()
@@ -243,21 +231,21 @@ def checkpointed(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
 class Gradients(TrainerCallback):
     """Keeps the gradients of a step of Trainer."""
 
-    def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
+    def on_pre_optimizer_step(self, *_, model, **__):
         """Keeps them."""
         parameters = [(n, p.grad) for n, p in model.named_parameters()]
         self.found = {name: grad.clone() for name, grad in parameters if grad is not None}
 
 
-def by_trainer(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+def by_trainer(net, folder):
     """By transformers' Trainer, with such layers."""
     checkpoints = "activation_checkpointing"
     if checkpoints not in TrainingArguments.__dataclass_fields__:
         checkpoints = "gradient_checkpointing"
     settings = {"max_steps": 2, "learning_rate": 0.0, "max_grad_norm": 0.0, checkpoints: True}
     how = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    arguments: Any = {"per_device_train_batch_size": len(TEXT), **settings, **how}
-    rows: Any = [{"input_ids": row, "labels": row} for row in TEXT]
+    arguments = {"per_device_train_batch_size": len(TEXT), **settings, **how}
+    rows = [{"input_ids": row, "labels": row} for row in TEXT]
     kept = Gradients()
     given = TrainingArguments(str(folder / "trainer"), **arguments)
     Trainer(model=net, args=given, train_dataset=rows, callbacks=[kept]).train()
@@ -267,7 +255,7 @@ def by_trainer(net: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
 WAYS = (distributed, compiled, after_generation, checkpointed, by_trainer)
 
 
-def wanted(whole: Path, dtype: torch.dtype, gone: dict[int, list[int]]) -> dict[str, Tensor]:
+def wanted(whole, dtype, gone):
     """The gradients of transformers' own class, with W_O of some heads at zero, of those left."""
     net = AutoModelForCausalLM.from_pretrained(whole, dtype=dtype)
     width = net.config.head_dim
@@ -294,19 +282,14 @@ def wanted(whole: Path, dtype: torch.dtype, gone: dict[int, list[int]]) -> dict[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_a_result_is_trained_as_its_original(
-    way: Callable[[PreTrainedModel, Path], dict[str, Tensor]],
-    dtype: torch.dtype,
-    results: dict[torch.dtype, tuple[Path, Path]],
-    tmp_path: Path,
-) -> None:
+def test_a_result_is_trained_as_its_original(way, dtype, results, tmp_path):
     whole, cut = results[dtype]
     net = AutoModelForCausalLM.from_pretrained(cut, dtype=dtype, trust_remote_code=True)
     found = way(net, tmp_path)
     # of the largest gradient; numbers of bfloat16 are 2^-8 apart
     close = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
 
-    def gap(expected: dict[str, Tensor]) -> float:
+    def gap(expected):
         assert found.keys() == expected.keys()
         gaps = [float((found[n].float() - g.float()).abs().max()) for n, g in expected.items()]
         return max(gaps) / max(float(g.abs().max()) for g in expected.values())

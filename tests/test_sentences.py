@@ -1,19 +1,12 @@
 """Short texts: plain text sentence by sentence, and how many of them make a step."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import (
-    GPT2Config,
-    GPT2ForSequenceClassification,
-)
+from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from headprune.config import (
     CalibrationConfig,
@@ -24,7 +17,7 @@ from headprune.config import (
     Objective,
     RolesConfig,
 )
-from headprune.data.batches import Batches, batches, calibration, merge_calibration
+from headprune.data.batches import batches, calibration, merge_calibration
 from headprune.data.read import read_examples
 from headprune.data.sentences import by_sentence, sentences
 from headprune.errors import CheckpointError
@@ -38,7 +31,7 @@ LONG = "What a sentence of this length is for, nobody knows"
 TEXT = f"{LONG}. {LONG}!\nNo. {LONG}?\n\n{LONG}, {LONG},\n{LONG}.\n"
 
 
-def test_a_sentence_ends_with_its_sign_or_an_empty_line() -> None:
+def test_a_sentence_ends_with_its_sign_or_an_empty_line():
     assert list(sentences([TEXT])) == [
         f"{LONG}.",
         f"{LONG}!",  # "No." is too short to be read alone
@@ -47,12 +40,12 @@ def test_a_sentence_ends_with_its_sign_or_an_empty_line() -> None:
     ]
 
 
-def test_signs_of_other_scripts_end_a_sentence_too() -> None:
+def test_signs_of_other_scripts_end_a_sentence_too():
     found = list(sentences(["一" * 30 + "。" + "二" * 30 + "？三。" + "क " * 20 + "। " + LONG]))
     assert [len(one) for one in found] == [31, 31, 41, len(LONG)]
 
 
-def test_files_are_read_one_by_one(tmp_path: Path) -> None:
+def test_files_are_read_one_by_one(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(LONG)
     found = by_sentence(read_examples(DataConfig(source=str(tmp_path))))
@@ -60,17 +53,17 @@ def test_files_are_read_one_by_one(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, len(TEXT)), max_size=6))
-def test_pieces_of_the_text_make_no_difference(cuts: list[int]) -> None:
+def test_pieces_of_the_text_make_no_difference(cuts):
     ends = [0, *sorted(cuts), len(TEXT)]
     pieces = [TEXT[start:end] for start, end in pairwise(ends)]
     assert list(sentences(pieces)) == list(sentences([TEXT]))
 
 
-def test_text_without_an_end_is_not_held_for_ever() -> None:
+def test_text_without_an_end_is_not_held_for_ever():
     assert len(list(sentences(["word " * 20_000] * 3))) == 3
 
 
-def _written(folder: Path) -> tuple[Path, Path]:
+def _written(folder):
     """The same sentences as plain text and as a table."""
     every = [" ".join(tiny.text(5 + at, seed=at).split()) + " ." for at in range(40)]
     plain, table = folder / "text.txt", folder / "rows.jsonl"
@@ -79,7 +72,7 @@ def _written(folder: Path) -> tuple[Path, Path]:
     return plain, table
 
 
-def test_text_that_is_no_sentences_and_tables_stay_as_they_are(tmp_path: Path) -> None:
+def test_text_that_is_no_sentences_and_tables_stay_as_they_are(tmp_path):
     (tmp_path / "running.txt").write_text(tiny.text(2_000))
     plain, table = _written(tmp_path)
     for file in (tmp_path / "running.txt", table):
@@ -89,7 +82,7 @@ def test_text_that_is_no_sentences_and_tables_stay_as_they_are(tmp_path: Path) -
     assert len(found.texts) == 40 and found.rows_are_documents
 
 
-def test_embeddings_of_plain_text_are_of_its_sentences(tmp_path: Path) -> None:
+def test_embeddings_of_plain_text_are_of_its_sentences(tmp_path):
     folder = tiny.save(tiny.model("bert-base"), tmp_path / "model")
     tiny.save(tiny.model("bert-base"), tmp_path / "other")
     config = EvaluateConfig(speed=False, seq_len=64)
@@ -102,7 +95,7 @@ def test_embeddings_of_plain_text_are_of_its_sentences(tmp_path: Path) -> None:
     assert plain["similarity_correlation"][1] == 40
 
 
-def _step(case: str, folder: Path, lengths: list[int], **settings: Any) -> Batches:
+def _step(case, folder, lengths, **settings):
     """What healing on texts of so many words takes."""
     file = folder / "texts.jsonl"
     pair = case == "t5"
@@ -116,7 +109,7 @@ def _step(case: str, folder: Path, lengths: list[int], **settings: Any) -> Batch
     return batches(objective, net, tiny.tokenizer(), data, config)
 
 
-def test_a_step_of_short_texts_has_the_tokens_of_one_of_long_ones(tmp_path: Path) -> None:
+def test_a_step_of_short_texts_has_the_tokens_of_one_of_long_ones(tmp_path):
     found = _step("bert-base", tmp_path, [4] * 4_000)
     assert found.of_step == 1_024 // len(found.rows[0]["input_ids"]) > 100
     step = found.collate(list(found.rows.select(range(found.of_step))))
@@ -127,7 +120,7 @@ def test_a_step_of_short_texts_has_the_tokens_of_one_of_long_ones(tmp_path: Path
     assert _step("gpt2", tmp_path, [4] * 4_000, seq_len=64).of_step == 16  # packed into windows
 
 
-def test_one_long_text_pads_no_step(tmp_path: Path) -> None:
+def test_one_long_text_pads_no_step(tmp_path):
     found = _step("bert-base", tmp_path, [4] * 1_999 + [60], seq_len=64)
     last = found.rows[1_999]["input_ids"]
     batch = found.collate([found.rows[0], found.rows[1_999]])["input_ids"]
@@ -135,16 +128,14 @@ def test_one_long_text_pads_no_step(tmp_path: Path) -> None:
     assert batch[1, -1] == last[-1]
 
 
-def test_pairs_are_as_long_as_their_longer_side(tmp_path: Path) -> None:
+def test_pairs_are_as_long_as_their_longer_side(tmp_path):
     found = _step("t5", tmp_path, [4] * 2_000)
     assert found.of_step == 1_024 // len(found.rows[0]["labels"])
     batch = found.collate([found.rows[at] for at in range(2)])
     assert batch["labels"].shape[1] > batch["input_ids"].shape[1]
 
 
-def test_a_classifier_that_cannot_tell_padding_says_what_it_lacks(
-    tmp_path: Path,
-) -> None:
+def test_a_classifier_that_cannot_tell_padding_says_what_it_lacks(tmp_path):
     sizes = {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64, "vocab_size": tiny.VOCAB}
     net = GPT2ForSequenceClassification(GPT2Config(**sizes, num_labels=3, pad_token_id=None))
     folder = tiny.save(net, tmp_path / "model")
@@ -162,7 +153,7 @@ def test_a_classifier_that_cannot_tell_padding_says_what_it_lacks(
     )
 
 
-def test_roles_are_those_of_running_text(tmp_path: Path) -> None:
+def test_roles_are_those_of_running_text(tmp_path):
     plain, _ = _written(tmp_path)
     net, config = tiny.model("bert-base"), RolesConfig(sequences=4, seq_len=64)
     found, tokens = text_input(net, tiny.tokenizer(), DataConfig(source=str(plain)), config)
@@ -171,9 +162,7 @@ def test_roles_are_those_of_running_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("case", "alike"), [("bert-base", True), ("bert-mlm", False)])
-def test_merges_of_encoders_see_sequences_as_long_as_sentences(
-    case: str, alike: bool, tmp_path: Path
-) -> None:
+def test_merges_of_encoders_see_sequences_as_long_as_sentences(case, alike, tmp_path):
     net, folder = tiny.model(case), tiny.save(tiny.model(case), tmp_path / "model")
     config = ConvertConfig(kv_heads=1, calibration_tokens=512, seq_len=64)
     tokenizer = tiny.tokenizer()

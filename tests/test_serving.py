@@ -1,7 +1,5 @@
 """The commands that serve a result: printed, on its card, and for its shape."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,11 @@ from tests.cutting import ragged_plan, uneven_plan
 from tests.test_cli import run, succeeds
 
 
-def lines_of(folder: Path) -> dict[str, str]:
+def lines_of(folder):
     return dict(serving(read_manifest(folder), Path(folder.name)))
 
 
-def even(model: object) -> object:
+def even(model):
     plan = uneven_plan(model)  # type: ignore[arg-type]
     keep = {"keep": (0, 1, 2, 3, 4, 5), "scale": None}
     parts = {path: part.model_copy(update=keep) for path, part in plan.attentions.items()}
@@ -32,11 +30,7 @@ def even(model: object) -> object:
     ("shape", "plan", "line"),
     [
         (EVEN, even, "vllm serve 'out put'"),
-        (
-            RAGGED,
-            ragged_plan,
-            "headprune export 'out put' 'out put-vllm' --to vllm && vllm serve",
-        ),
+        (RAGGED, ragged_plan, "headprune export 'out put' 'out put-vllm' --to vllm && vllm serve"),
         (
             EMPTY,
             lambda model: uneven_plan(model, 1),
@@ -44,9 +38,7 @@ def even(model: object) -> object:
         ),
     ],
 )
-def test_the_card_names_the_command_for_the_shape(
-    shape: str, plan: object, line: str, tmp_path: Path
-) -> None:
+def test_the_card_names_the_command_for_the_shape(shape, plan, line, tmp_path):
     model, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "m"), tmp_path / "out put"
     given = plan(headprune.from_pretrained(model))  # type: ignore[operator]
     given = given.model_copy(update={"model": None})
@@ -59,9 +51,7 @@ def test_the_card_names_the_command_for_the_shape(
     assert {*lines_of(out).values()} <= {*card.split("\n")}
 
 
-def test_the_printed_commands_work_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_printed_commands_work_here(tmp_path, capsys, monkeypatch):
     model, out = tiny.save(tiny.model("llama-gqa"), tmp_path / "m"), tmp_path / "out"
     line = ("convert-gqa", model, "--kv-heads", "1")
     shown = succeeds(capsys, *line, out)
@@ -74,15 +64,12 @@ def test_the_printed_commands_work_here(
     assert lines == [f"  headprune evaluate {tmp_path / 'bare'} --data TEXT --against {model}"]
     (tmp_path / "TEXT.txt").write_text(tiny.text(300))
     words = lines[0].replace("TEXT", str(tmp_path / "TEXT.txt")).split()[1:]
-    quick = [
-        "--no-speed",
-        *(f"--config={one}" for one in ("seq_len=16", "last_words=0")),
-    ]
+    quick = ["--no-speed", *(f"--config={one}" for one in ("seq_len=16", "last_words=0"))]
     code, shown, err = run(capsys, *words, *quick)
     assert code == 0 and "perplexity" in shown, err
 
 
-def test_a_result_without_changes_warns(tmp_path: Path) -> None:
+def test_a_result_without_changes_warns(tmp_path):
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
     same = headprune.convert_gqa(model, output=tmp_path / "same", kv_heads=3, merge="mean").pruned
     assert same.warnings == (
@@ -92,7 +79,7 @@ def test_a_result_without_changes_warns(tmp_path: Path) -> None:
     assert fewer.warnings == ()
 
 
-def test_a_model_without_any_head_is_no_result(tmp_path: Path) -> None:
+def test_a_model_without_any_head_is_no_result(tmp_path):
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
     plan = uneven_plan(headprune.from_pretrained(model), *range(tiny.LAYERS))
     plan = plan.model_copy(update={"model": None})
@@ -101,7 +88,7 @@ def test_a_model_without_any_head_is_no_result(tmp_path: Path) -> None:
     assert not (tmp_path / "empty").exists()
 
 
-def test_a_model_that_generates_no_text_is_not_served(tmp_path: Path) -> None:
+def test_a_model_that_generates_no_text_is_not_served(tmp_path):
     tiny.save(tiny.model("bert-mlm"), tmp_path / "m")
     plan = uneven_plan(headprune.from_pretrained(tmp_path / "m"), 1)
     plan = plan.model_copy(update={"model": None})
@@ -110,7 +97,7 @@ def test_a_model_that_generates_no_text_is_not_served(tmp_path: Path) -> None:
     assert "Serve it" not in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_counts_that_llama_cpp_does_not_hold_are_not_served_there(tmp_path: Path) -> None:
+def test_counts_that_llama_cpp_does_not_hold_are_not_served_there(tmp_path):
     model = tiny.model("qwen3")
     model.config.update({"attention_bias": False})
     for name in dict(model.named_parameters()):

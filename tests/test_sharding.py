@@ -1,16 +1,11 @@
 """A model split over two processes trains its gates, and is healed, as a whole one is."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,15 +43,12 @@ from headprune.tensors.shards import own_part
 from headprune.training import ResumableTrainer
 from tests import forked, tiny
 
-SETTINGS: dict[str, Any] = {
-    **{"target_heads": 0.5, "method": "l0", "steps": 6},
-    **{"batch_size": 4, "seq_len": 16},
-}
+SETTINGS = {**{"target_heads": 0.5, "method": "l0", "steps": 6}, **{"batch_size": 4, "seq_len": 16}}
 
 SHARD = ("--config", "shard=true")
 
 
-def even(seed: int) -> LlamaForCausalLM:
+def even(seed):
     """A model whose embeddings, which are its head if the seed says so, two processes can halve."""
     torch.manual_seed(seed)
     config = tiny.config("llama-mha")
@@ -66,7 +58,7 @@ def even(seed: int) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharding")
     tiny.save(tiny.model("llama-mha"), folder / "model")
     (folder / "text.txt").write_text(tiny.text(2_000))
@@ -81,39 +73,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(output: str, *others: str, **settings: Any) -> list[str]:
+def command(output, *others, **settings):
     save_every, settings = settings.pop("save_every", None), SETTINGS | settings
     options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     options += ["--config", f"save_every={save_every}"] if save_every else []
     return ["train-gates", "model", "--data", "text.txt", output, *options, *others]
 
 
-def losses(folder: Path, file: str = "history.jsonl") -> list[float]:
+def losses(folder, file="history.jsonl"):
     lines = (folder / file).read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines]
 
 
-def apart(one: Path, other: Path) -> tuple[bool, float]:
+def apart(one, other):
     """Whether other heads were kept, and how far losses are apart."""
     a, b = (load_file(place / "gates.safetensors")["kept"] for place in (one, other))
     pairs = zip(losses(one), losses(other), strict=True)
     return not torch.equal(a, b), max(abs(x - y) for x, y in pairs)
 
 
-def without_noise(log_alpha: torch.Tensor, temperature: float, draws: int) -> torch.Tensor:
+def without_noise(log_alpha, temperature, draws):
     """Gates that are the same in every draw: each process draws its own."""
     return log_alpha.sigmoid().expand(draws, -1)
 
 
-def silence() -> None:
+def silence():
     """Takes the noise from the gates of this process."""
     hard_concrete.sample = without_noise
 
 
 @pytest.mark.process
-def test_a_model_in_shards_trains_as_one_process_does(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_shards_trains_as_one_process_does(folder, monkeypatch):
     monkeypatch.setattr(hard_concrete, "sample", without_noise)
     done = forked.together(2, *command("two", *SHARD), folder=folder, prepare=silence)
     assert done.returncode == 0, done.stderr
@@ -129,27 +119,27 @@ def test_a_model_in_shards_trains_as_one_process_does(
     assert not list(folder.glob("two-*"))
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+        port = probe.getsockname()[1]
     return port
 
 
-def as_rank(rank: int, port: int) -> None:
+def as_rank(rank, port):
     """Makes this process one of two on the CPU."""
     group = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in group.items()})
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def share_of(tensors: Iterable[torch.Tensor]) -> float:
+def share_of(tensors):
     """What share of the numbers this process holds."""
     held = [(own_part(tensor).numel(), tensor.numel()) for tensor in tensors]
     return sum(own for own, _ in held) / sum(every for _, every in held)
 
 
-def in_two(function: Callable[..., None], *arguments: str) -> None:
+def in_two(function, *arguments):
     """Calls a function in two processes that find each other."""
     port = free_port()
     ranks = [
@@ -161,7 +151,7 @@ def in_two(function: Callable[..., None], *arguments: str) -> None:
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
-HEALED: dict[str, dict[str, Any]] = {
+HEALED = {
     "gqa": {"train": HealTrain.ALL},
     "tied": {"train": HealTrain.ALL},
     # on the divergence alone, which the bounds of half precision below were measured with
@@ -170,7 +160,7 @@ HEALED: dict[str, dict[str, Any]] = {
 }
 
 
-def healed(folder: Path, student: str, output: str, shard: bool = False, seed: int = 0) -> Any:
+def healed(folder, student, output, shard=False, seed=0):
     """Heals a student, in this process or together with others."""
     settings = {"steps": 6, "batch_size": 4, "seq_len": 16, "learning_rate": 5e-3, "bf16": False}
     settings["optimizer"] = HealOptimizer.ADAMW  # which shards take
@@ -181,12 +171,12 @@ def healed(folder: Path, student: str, output: str, shard: bool = False, seed: i
         return heal(folder / student, teacher, text, folder / output, config)
 
 
-def heal_in_shards(folder: str, student: str, rank: int, port: int) -> None:
+def heal_in_shards(folder, student, rank, port):
     """Of a process of two: heals, and writes what it holds at every checkpoint."""
     as_rank(rank, port)
-    shares: list[float] = []
+    shares = []
 
-    def saved(trainer: HealTrainer, *others: Any) -> None:
+    def saved(trainer, *others):
         ResumableTrainer._save_checkpoint(trainer, *others)
         assert trainer.optimizer is not None
         moments = trainer.optimizer.state_dict()["state"].values()
@@ -201,7 +191,7 @@ def heal_in_shards(folder: str, student: str, rank: int, port: int) -> None:
     Path(folder, f"{student}-{rank}.json").write_text(json.dumps(shares))
 
 
-def furthest(one: Path, other: Path) -> float:
+def furthest(one, other):
     """The largest difference between the weights of two models."""
     a, b = (load_file(place / "model.safetensors") for place in (one, other))
     assert a.keys() == b.keys()
@@ -221,12 +211,8 @@ def furthest(one: Path, other: Path) -> float:
     ],
 )
 def test_a_model_in_shards_is_healed_as_in_one_process(
-    folder: Path,
-    student: str,
-    near: float,
-    near_losses: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    folder, student, near, near_losses, monkeypatch
+):
     monkeypatch.setattr(devices, "computes_bfloat16", lambda: True)
     in_two(heal_in_shards, str(folder), student)
     alone = healed(folder, student, f"{student}-one")
@@ -248,7 +234,7 @@ def test_a_model_in_shards_is_healed_as_in_one_process(
     assert not list(folder.glob(f"{student}-two-*")) and not list(folder.glob(".*partial"))
 
 
-def start(folder: Path, *arguments: str) -> list[forked.Process]:
+def start(folder, *arguments):
     """Two processes that are not waited for."""
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
     shared |= {"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
@@ -260,14 +246,14 @@ def start(folder: Path, *arguments: str) -> list[forked.Process]:
     ]
 
 
-def interrupted(folder: Path, name: str, long: list[str], killed: int) -> str:
+def interrupted(folder, name, long, killed):
     """Kills one of two processes that train in shards, and goes on; what the other had said."""
     ranks = start(folder, *long)
     checkpoints = folder / f"{name}-checkpoints" / "checkpoints"
     while not list(checkpoints.glob("checkpoint-*")) and all(r.running() for r in ranks):
         time.sleep(0.01)
     ranks[killed].send_signal(signal.SIGKILL)
-    ends: list[subprocess.CompletedProcess[str]] = [rank.finish() for rank in ranks]
+    ends = [rank.finish() for rank in ranks]
     assert ends[killed].returncode == -signal.SIGKILL
     other = ends[1 - killed]
     assert other.returncode == 2, other.stderr
@@ -283,9 +269,7 @@ def interrupted(folder: Path, name: str, long: list[str], killed: int) -> str:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
-    folder: Path, killed: int
-) -> None:
+def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(folder, killed):
     name = f"long-{killed}"
     long = command(name, *SHARD, steps=40, save_every=1)
     said = interrupted(folder, name, long, killed)
@@ -300,8 +284,8 @@ def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
-    def long(name: str) -> list[str]:
+def test_a_healing_in_shards_goes_on(folder, killed):
+    def long(name):
         how = (
             "--config",
             "optimizer=adamw",
@@ -326,15 +310,13 @@ def test_a_healing_in_shards_goes_on(folder: Path, killed: int) -> None:
     torch.testing.assert_close(*told, rtol=1e-5, atol=0)
 
 
-def test_a_model_that_is_fused_on_disk_is_not_healed_in_shards(tmp_path: Path) -> None:
+def test_a_model_that_is_fused_on_disk_is_not_healed_in_shards(tmp_path):
     tiny.save(tiny.model("qwen3_moe"), tmp_path)
     with pytest.raises(HeadpruneError, match="is made of several tensors .* Leave out --shard"):
         refuse_unmapped(open_model(tmp_path))
 
 
-def test_a_tied_weight_that_cannot_be_halved_is_refused(
-    monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
+def test_a_tied_weight_that_cannot_be_halved_is_refused(monkeypatch, folder):
     net = open_model(folder / "tied").skeleton
     monkeypatch.setenv("WORLD_SIZE", "2")
     refuse_uneven_ties(net, folder / "tied")
@@ -345,7 +327,7 @@ def test_a_tied_weight_that_cannot_be_halved_is_refused(
     refuse_uneven_ties(untied, folder / "untied")
 
 
-def test_what_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_what_cannot_be_split_is_refused(monkeypatch, folder):
     with pytest.raises(HeadpruneError, match="one was started. Use 'torchrun"):
         refuse_to_shard()
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -371,7 +353,7 @@ def test_what_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch, folder
 
 
 @pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED", "PARALLELISM_CONFIG"])
-def test_other_ways_of_splitting_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ways_of_splitting_are_refused(name, monkeypatch):
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "false")
     assert processes.share_of(4) == 4
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")

@@ -1,21 +1,15 @@
 """What a tokenizer puts around a text, such as BOS and EOS, is there wherever a model reads one."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tokenizers import processors
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from headprune.compression.heldout import HeldOut
 from headprune.compression.texts import Documents, Parts
@@ -44,7 +38,7 @@ from headprune.role.inputs import repeated_inputs, text_input
 from tests import tiny
 
 BOS, EOS, MASK = 2, 3, 4
-TOKENIZERS: dict[str, tuple[list[int], list[int]]] = {
+TOKENIZERS = {
     "nothing": ([], []),
     "bos": ([BOS], []),
     "eos": ([], [EOS]),
@@ -54,7 +48,7 @@ TOKENIZERS: dict[str, tuple[list[int], list[int]]] = {
 SEQ = 16
 
 
-def adding(kind: str) -> PreTrainedTokenizerFast:
+def adding(kind):
     """The tiny tokenizer, with something around every text."""
     made = tiny.tokenizer()
     before, after = (made.convert_ids_to_tokens(side) for side in TOKENIZERS[kind])
@@ -66,18 +60,18 @@ def adding(kind: str) -> PreTrainedTokenizerFast:
     return made
 
 
-def saved(kind: str, folder: Path, case: str = "llama-gqa") -> Path:
+def saved(kind, folder, case="llama-gqa"):
     tiny.save(tiny.model(case), folder)
     adding(kind).save_pretrained(folder)
     return folder
 
 
 @contextmanager
-def reads() -> Iterator[list[Tensor]]:
+def reads():
     """Whatever comes to an embedding of the vocabulary."""
-    seen: list[Tensor] = []
+    seen = []
 
-    def look(module: nn.Module, args: Any) -> None:
+    def look(module, args):
         if isinstance(module, nn.Embedding) and module.num_embeddings == tiny.VOCAB:
             seen.append(args[0].cpu())
 
@@ -88,7 +82,7 @@ def reads() -> Iterator[list[Tensor]]:
         hook.remove()
 
 
-def begin(rows: Any, before: list[int]) -> bool:
+def begin(rows, before):
     """Whether every row begins so, and has none of it further on."""
     length = len(before)
     return all(
@@ -97,18 +91,18 @@ def begin(rows: Any, before: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_what_a_tokenizer_adds_is_known(kind: str) -> None:
+def test_what_a_tokenizer_adds_is_known(kind):
     assert around(adding(kind)) == TOKENIZERS[kind]
 
 
-def test_a_tokenizer_that_changes_the_text_is_refused() -> None:
+def test_a_tokenizer_that_changes_the_text_is_refused():
     class Changing:
         all_special_ids = (0,)
 
-        def get_vocab(self) -> dict[str, int]:
+        def get_vocab(self):
             return {"a": 1}
 
-        def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
+        def __call__(self, text, add_special_tokens=True, **_):
             return {"input_ids": [0, 2] if add_special_tokens else [1]}
 
     with pytest.raises(DataError, match=r"reads 'a' as \[1\], and with special tokens as \[0, 2\]"):
@@ -118,7 +112,7 @@ def test_a_tokenizer_that_changes_the_text_is_refused() -> None:
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_every_window_begins_as_a_text(kind: str, documents: bool, closed: bool) -> None:
+def test_every_window_begins_as_a_text(kind, documents, closed):
     (before, after), of = TOKENIZERS[kind], adding(kind)
     texts = [(tiny.text(50, seed),) for seed in range(3)]
     rows = packed_sequences(Examples(texts, None, documents), of, SEQ, closed=closed)["input_ids"]
@@ -137,7 +131,7 @@ def test_every_window_begins_as_a_text(kind: str, documents: bool, closed: bool)
 
 
 @pytest.mark.parametrize("kind", ["eos", "two"])
-def test_samples_of_text_begin_as_a_text(kind: str, tmp_path: Path, text_file: Path) -> None:
+def test_samples_of_text_begin_as_a_text(kind, tmp_path, text_file):
     (before, after), of = TOKENIZERS[kind], adding(kind)
     folder, data = saved(kind, tmp_path / "model"), DataConfig(source=str(text_file))
     net = tiny.model("llama-gqa")
@@ -163,9 +157,7 @@ def test_samples_of_text_begin_as_a_text(kind: str, tmp_path: Path, text_file: P
 
 
 @pytest.mark.parametrize("kind", ["eos", "two"])
-def test_what_stands_before_a_text_is_not_predicted(
-    kind: str, tmp_path: Path, text_file: Path
-) -> None:
+def test_what_stands_before_a_text_is_not_predicted(kind, tmp_path, text_file):
     before, net = TOKENIZERS[kind][0], tiny.model("llama-gqa")
     config = TrainGatesConfig(target_heads=12, seq_len=SEQ, batch_size=4)
     data = DataConfig(source=str(text_file))
@@ -178,9 +170,7 @@ def test_what_stands_before_a_text_is_not_predicted(
 
 
 @pytest.mark.parametrize("kind", ["eos", "two"])
-def test_whatever_an_evaluation_reads_begins_as_a_text(
-    kind: str, tmp_path: Path, text_file: Path
-) -> None:
+def test_whatever_an_evaluation_reads_begins_as_a_text(kind, tmp_path, text_file):
     before = TOKENIZERS[kind][0]
     folder = saved(kind, tmp_path / "model")
     prose = tmp_path / "prose.txt"
@@ -205,7 +195,7 @@ def test_whatever_an_evaluation_reads_begins_as_a_text(
 
 
 @pytest.mark.parametrize("kind", ["eos", "two"])
-def test_perplexity_is_that_of_plain_torch(kind: str, tmp_path: Path, text_file: Path) -> None:
+def test_perplexity_is_that_of_plain_torch(kind, tmp_path, text_file):
     before = TOKENIZERS[kind][0]
     folder = saved(kind, tmp_path / "model")
     words = tiny.tokenizer()(text_file.read_text())["input_ids"][: 5 * (SEQ - len(before))]
@@ -213,9 +203,9 @@ def test_perplexity_is_that_of_plain_torch(kind: str, tmp_path: Path, text_file:
     config = EvaluateConfig(seq_len=SEQ, speed=False)
     report = evaluate(folder, DataConfig(source=str(text_file)), config)
     (found,) = (m.value for m in report.model.metrics if m.name == "perplexity")
-    net: PreTrainedModel = tiny.model("llama-gqa")
+    net = tiny.model("llama-gqa")
 
-    def by_hand(first: Sequence[int]) -> float:
+    def by_hand(first):
         inner, losses = SEQ - len(before), []
         for start in range(0, 5 * inner, inner):
             ids = torch.tensor([*first, *words[start : start + inner]])
@@ -230,7 +220,7 @@ def test_perplexity_is_that_of_plain_torch(kind: str, tmp_path: Path, text_file:
     assert abs(by_hand(other) / found - 1) > 1e-3
 
 
-def test_a_baseline_without_bos_is_refused(tmp_path: Path, text_file: Path) -> None:
+def test_a_baseline_without_bos_is_refused(tmp_path, text_file):
     baseline = tmp_path / "baseline.json"
     config = CheckConfig(
         model=str(saved("bos", tmp_path / "model")),
@@ -249,7 +239,7 @@ def test_a_baseline_without_bos_is_refused(tmp_path: Path, text_file: Path) -> N
         check(config)
 
 
-def test_a_base_that_begins_a_text_otherwise_is_refused() -> None:
+def test_a_base_that_begins_a_text_otherwise_is_refused():
     with pytest.raises(HeadpruneError, match=r"around a text \(\[2\] and \[\]\)"):
         refuse_other_tokenizer(adding("bos"), adding("nothing"), ["a", "b"])
     refuse_other_tokenizer(adding("bos"), adding("bos"), ["a", "b"])

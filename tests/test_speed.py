@@ -1,15 +1,10 @@
 """Timing: the passes that count, the moves between devices, and peak memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.evaluation import speed
@@ -23,11 +18,11 @@ from tests import tiny
 CUDA = torch.device("cuda")
 
 
-def test_a_model_that_was_moved_passes_untimed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_was_moved_passes_untimed_first(monkeypatch):
     """The pass after a move allocates memory, which is no part of the speed."""
     net, passes = tiny.model("llama-gqa"), [0.0]
 
-    def timed(*arguments: object) -> tuple[float, float]:
+    def timed(*arguments):
         passes.append(passes[-1] + 1.0)
         return passes[-1], passes[-1]
 
@@ -41,14 +36,12 @@ def test_a_model_that_was_moved_passes_untimed_first(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("memory", "moves"), [(10**9, 2), (10, 6)])
-def test_models_stay_on_a_gpu_that_holds_them(
-    memory: int, moves: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_stay_on_a_gpu_that_holds_them(memory, moves, monkeypatch):
     nets, moved, emptied = [tiny.model("llama-gqa"), tiny.model("llama-mha")], [], []
     for net in nets:
         at = SimpleNamespace(device=torch.device("cpu"))
 
-        def to(device: torch.device, at: Any = at, net: PreTrainedModel = net) -> PreTrainedModel:
+        def to(device, at=at, net=net):
             moved.extend([device.type] * (device != at.device))
             at.device = device
             return net
@@ -68,7 +61,7 @@ def test_models_stay_on_a_gpu_that_holds_them(
     assert moved.count("cuda") == moved.count("cpu") == len(emptied) == moves
 
 
-def test_peak_memory_is_said_where_it_is_of_one_model(text_file: Path, llama_folder: Path) -> None:
+def test_peak_memory_is_said_where_it_is_of_one_model(text_file, llama_folder):
     data, config = DataConfig(source=str(text_file)), EvaluateConfig(seq_len=16, resamples=200)
     report = evaluate(llama_folder, data, config, against=llama_folder)
     found = [(side, side.speed) for side in (report.model, report.against) if side is not None]

@@ -1,18 +1,14 @@
 """Settings as the files of a model have them: tied embeddings, and names of older readers."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import headprune
 from headprune.errors import ProofError
@@ -24,18 +20,17 @@ HEAD = {"bert-mlm": "cls.predictions.decoder.weight", "t5": "lm_head.weight"}
 TIED = ["llama-gqa", "gpt2", "gemma3_text", "gemma3", "bert-mlm", "t5"]
 
 
-def without_tokenizer(folder: Path) -> Path:
+def without_tokenizer(folder):
     for file in folder.glob("tokenizer*"):
         file.unlink()
     return folder
 
 
-def settings(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return content
+def settings(folder):
+    return json.loads((folder / "config.json").read_text())
 
 
-def with_own_head(case: str, folder: Path, flag: bool = True) -> torch.Tensor:
+def with_own_head(case, folder, flag=True):
     """A folder whose file holds an output embedding, whatever its config says, as after PEFT."""
     tied = {} if case == "gemma3" else {"tie_word_embeddings": True}
     net = tiny.model(case, **tied)
@@ -51,25 +46,22 @@ def with_own_head(case: str, folder: Path, flag: bool = True) -> torch.Tensor:
     return head
 
 
-def first_heads(folder: Path) -> dict[str, list[int]]:
+def first_heads(folder):
     attentions = attention_of(headprune.from_pretrained(folder))
     return {a.path: list(range(a.query_heads // a.kv_heads)) for a in attentions}
 
 
-def reloaded(folder: Path) -> PreTrainedModel:
+def reloaded(folder):
     name = settings(folder)["architectures"][0]
     cut = "headprune" in settings(folder)
     load = headprune.from_pretrained if cut else getattr(transformers, name).from_pretrained
-    net: PreTrainedModel = load(folder)
-    return net
+    return load(folder)
 
 
 @pytest.mark.parametrize(
     ("case", "flag"), [*product(TIED[:4], [True, False]), *((case, True) for case in TIED[4:])]
 )
-def test_a_result_keeps_an_output_embedding_that_a_flag_denies(
-    case: str, flag: bool, tmp_path: Path
-) -> None:
+def test_a_result_keeps_an_output_embedding_that_a_flag_denies(case, flag, tmp_path):
     head = with_own_head(case, tmp_path / "model", flag)
     wanted = reloaded(tmp_path / "model")
     assert torch.equal(wanted.get_output_embeddings().weight, head)  # as transformers reads it
@@ -81,7 +73,7 @@ def test_a_result_keeps_an_output_embedding_that_a_flag_denies(
 
 
 @pytest.mark.parametrize("command", ["convert_gqa", "pad", "heal"])
-def test_every_writer_keeps_it(command: str, tmp_path: Path) -> None:
+def test_every_writer_keeps_it(command, tmp_path):
     head = with_own_head("llama-gqa", tmp_path / "model")
     model, out = tmp_path / "model", tmp_path / "out"
     if command == "convert_gqa":
@@ -98,7 +90,7 @@ def test_every_writer_keeps_it(command: str, tmp_path: Path) -> None:
     assert settings(out)["tie_word_embeddings"] is False  # transformers 4 believes it
 
 
-def test_gpt2_with_its_own_output_embedding_becomes_gpt_bigcode(tmp_path: Path) -> None:
+def test_gpt2_with_its_own_output_embedding_becomes_gpt_bigcode(tmp_path):
     head = with_own_head("gpt2", tmp_path / "model")
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     headprune.convert_gqa(tmp_path / "model", tmp_path / "mqa", kv_heads=1, merge="mean")
@@ -109,14 +101,14 @@ def test_gpt2_with_its_own_output_embedding_becomes_gpt_bigcode(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("to", ["onnx", "openvino"])
-def test_graphs_have_it(to: str, tmp_path: Path) -> None:
+def test_graphs_have_it(to, tmp_path):
     pytest.importorskip({"onnx": "onnxruntime", "openvino": "openvino"}[to])
     with_own_head("llama-gqa", tmp_path / "model")
     out = headprune.export(tmp_path / "model", tmp_path / "out", to=to)
     assert out.record.proof.difference < 1e-4  # against transformers, which keeps it
 
 
-def test_gguf_has_it_or_has_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_has_it_or_has_no_proof(tmp_path, monkeypatch):
     head = with_own_head("llama-gqa", tmp_path / "model")
     without_tokenizer(tmp_path / "model")
     headprune.export(tmp_path / "model", tmp_path / "out", to="gguf", prove="read-back")
@@ -124,7 +116,7 @@ def test_gguf_has_it_or_has_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(torch.from_numpy(read["output.weight"].data.copy()), head)
     tensors = gguf_file._tensors
 
-    def without(*given: Any) -> Any:
+    def without(*given):
         return {name: parts for name, parts in tensors(*given).items() if name != "output.weight"}
 
     monkeypatch.setattr(gguf_file, "_tensors", without)
@@ -140,7 +132,7 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 DEFAULT = {"rope_type": "default"}
-SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+SPELLINGS = {
     "default": ("llama-gqa", {"rope_theta": 5e5}, {**DEFAULT, "rope_theta": 5e5}),
     "llama3": (
         "llama-gqa",
@@ -188,7 +180,7 @@ SPELLINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def spelled(kind: str, folder: Path, older: bool) -> Path:
+def spelled(kind, folder, older):
     """A model whose config.json has one of the two spellings alone."""
     case, before, now = SPELLINGS[kind]
     more = {"original_max_position_embeddings": 16} if kind == "longrope" else {}
@@ -204,9 +196,7 @@ def spelled(kind: str, folder: Path, older: bool) -> Path:
 
 @pytest.mark.parametrize("older", [True, False], ids=["of 4", "of 5"])
 @pytest.mark.parametrize("kind", SPELLINGS)
-def test_a_result_says_its_rotary_embedding_to_older_readers(
-    kind: str, older: bool, tmp_path: Path
-) -> None:
+def test_a_result_says_its_rotary_embedding_to_older_readers(kind, older, tmp_path):
     model = spelled(kind, tmp_path / "model", older)
     headprune.prune(model, tmp_path / "out", plan=first_heads(model))
     found, source = settings(tmp_path / "out"), settings(model)
@@ -221,7 +211,7 @@ def test_a_result_says_its_rotary_embedding_to_older_readers(
 
 
 @pytest.mark.parametrize("command", ["convert_gqa", "pad", "gguf", "vllm", "convert_mla"])
-def test_every_writer_says_it(command: str, tmp_path: Path) -> None:
+def test_every_writer_says_it(command, tmp_path):
     model, out = spelled("default", tmp_path / "model", False), tmp_path / "out"
     if command == "convert_gqa":
         headprune.convert_gqa(model, out, kv_heads=1, merge="mean")
@@ -236,7 +226,7 @@ def test_every_writer_says_it(command: str, tmp_path: Path) -> None:
     assert settings(out)["rope_theta"] == settings(out)["rope_parameters"]["rope_theta"]
 
 
-def test_settings_of_the_source_stand_as_they_were(tmp_path: Path) -> None:
+def test_settings_of_the_source_stand_as_they_were(tmp_path):
     model = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     content = settings(model)
     content["num_attention_heads"] = content.pop("n_head")  # an alias, which transformers reads

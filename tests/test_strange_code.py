@@ -1,7 +1,5 @@
 """Code where a stranger can put it, and paths that lead out: none of it runs or is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Strange numbers in weights, text and settings: refused, or right; never a NaN and exit 0."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

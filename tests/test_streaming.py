@@ -1,20 +1,14 @@
 """Cutting shard by shard: the same result as in memory, proven, and whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 import headprune
@@ -52,16 +46,16 @@ SHARD = "40KB"
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_blocks(monkeypatch):
     monkeypatch.setattr(shards, "BLOCK", 1_000)  # several to a tensor
 
 
-def saved(case: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+def saved(case, folder, dtype=torch.bfloat16):
     tiny.model(case).to(dtype).save_pretrained(folder, max_shard_size=SHARD)
     return folder
 
 
-def opened(model: Path, plan: Callable[[PreTrainedModel], Plan], **how: Any) -> Any:
+def opened(model, plan, **how):
     """A model, the cuts of a plan, and the types that it is stored in."""
     weights, opened = (
         how.pop("weights", True),
@@ -71,7 +65,7 @@ def opened(model: Path, plan: Callable[[PreTrainedModel], Plan], **how: Any) -> 
     return net, resolve(plan(net), net, ragged=True), opened.result_dtypes()
 
 
-def in_memory(model: Path, plan: Callable[[PreTrainedModel], Plan], out: Path, **how: Any) -> Path:
+def in_memory(model, plan, out, **how):
     net, cuts, stored = opened(model, plan, **how)
     cuts = fold_gates(cuts)
     stored.round(net)
@@ -84,7 +78,7 @@ def in_memory(model: Path, plan: Callable[[PreTrainedModel], Plan], out: Path, *
     return out
 
 
-def on_disk(model: Path, plan: Callable[[PreTrainedModel], Plan], out: Path, **how: Any) -> Path:
+def on_disk(model, plan, out, **how):
     net, cuts, stored = opened(model, plan, weights=False, **how)
     assert net.device.type == "meta"
     pieces, _ = cut_pieces(net, cuts, stored, stored_tensors(model))
@@ -95,11 +89,11 @@ def on_disk(model: Path, plan: Callable[[PreTrainedModel], Plan], out: Path, **h
     return out
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
+def weights(folder):
     return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
-def differing(folder: Path, other: Path) -> list[str]:
+def differing(folder, other):
     """Tensors and other files that are not the same in two folders."""
     one, two = weights(folder), weights(other)
     found = [n for n in {*one, *two} if n not in one or n not in two or not same(one[n], two[n])]
@@ -111,16 +105,16 @@ def differing(folder: Path, other: Path) -> list[str]:
     return sorted(found)
 
 
-def same(one: Tensor, two: Tensor) -> bool:
+def same(one, two):
     return one.dtype == two.dtype and torch.equal(one, two)
 
 
-def first_gone(net: PreTrainedModel) -> Plan:
+def first_gone(net):
     """Other heads in every layer, none in the first, where there are several."""
     return uneven_plan(net, *([0] if len(attention_of(net)) > 1 else []))
 
 
-def even_plan(net: PreTrainedModel, scaled: bool = False) -> Plan:
+def even_plan(net, scaled=False):
     """One KV head less in every module that has several, another in each."""
     parts = {}
     for layer, a in enumerate(attention_of(net)):
@@ -134,11 +128,11 @@ def even_plan(net: PreTrainedModel, scaled: bool = False) -> Plan:
     return Plan(unit=Unit.HEAD, attentions=parts)
 
 
-def scaled_plan(net: PreTrainedModel) -> Plan:
+def scaled_plan(net):
     return even_plan(net, scaled=True)
 
 
-def ragged_plan(net: PreTrainedModel) -> Plan:
+def ragged_plan(net):
     parts = {}
     for layer, a in enumerate(attention_of(net)):
         keep = tuple(i for i in a.query_ids if i != layer % len(a.query_ids))
@@ -150,7 +144,7 @@ def ragged_plan(net: PreTrainedModel) -> Plan:
 
 
 @pytest.mark.parametrize("case", slow_unless(tiny.one_per_layout(CASES).__contains__, CASES))
-def test_on_disk_is_in_memory(case: str, tmp_path: Path) -> None:
+def test_on_disk_is_in_memory(case, tmp_path):
     model = saved(case, tmp_path / "model")
     whole = in_memory(model, first_gone, tmp_path / "whole")
     assert differing(whole, on_disk(model, first_gone, tmp_path / "streamed")) == []
@@ -163,12 +157,12 @@ def test_on_disk_is_in_memory(case: str, tmp_path: Path) -> None:
     assert not same(numbers(wrong), weights(whole)[piece.name])
 
 
-def numbers(piece: Piece) -> Tensor:
+def numbers(piece):
     return torch.cat([block.clone() for block in piece.blocks()])
 
 
 @pytest.mark.parametrize("case", slow_unless(tiny.one_per_layout(CASES).__contains__, CASES))
-def test_even_cuts_and_cuts_of_cuts_are_the_same_as_well(case: str, tmp_path: Path) -> None:
+def test_even_cuts_and_cuts_of_cuts_are_the_same_as_well(case, tmp_path):
     model = saved(case, tmp_path / "model", torch.float32)
     whole = in_memory(model, even_plan, tmp_path / "whole")
     assert differing(whole, on_disk(model, even_plan, tmp_path / "streamed")) == []
@@ -178,7 +172,7 @@ def test_even_cuts_and_cuts_of_cuts_are_the_same_as_well(case: str, tmp_path: Pa
 
 @pytest.mark.parametrize("dtype", [Dtype.FLOAT64, Dtype.FLOAT16, Dtype.BFLOAT16])
 @pytest.mark.parametrize("half", [torch.float32, torch.float16])
-def test_what_it_is_computed_in_counts(dtype: Dtype, half: torch.dtype, tmp_path: Path) -> None:
+def test_what_it_is_computed_in_counts(dtype, half, tmp_path):
     model = saved("llama-gqa", tmp_path / "model", half)
     whole = in_memory(model, ragged_plan, tmp_path / "whole", dtype=dtype)
     found = differing(whole, on_disk(model, ragged_plan, tmp_path / "streamed", dtype=dtype))
@@ -188,7 +182,7 @@ def test_what_it_is_computed_in_counts(dtype: Dtype, half: torch.dtype, tmp_path
 
 
 @pytest.mark.parametrize("case", FUSED)
-def test_what_is_fused_on_disk_is_cut_in_memory(case: str, tmp_path: Path) -> None:
+def test_what_is_fused_on_disk_is_cut_in_memory(case, tmp_path):
     model = saved(case, tmp_path / "model")
     with pytest.raises(Unmapped, match="is made of several tensors of the checkpoint"):
         on_disk(model, first_gone, tmp_path / "streamed")
@@ -213,7 +207,7 @@ def test_what_is_fused_on_disk_is_cut_in_memory(case: str, tmp_path: Path) -> No
 # Names on disk
 
 
-def renamed(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
+def renamed(folder, change):
     """Gives the tensors of a checkpoint other names, in one file."""
     found = {name: tensor.clone() for name, tensor in change(weights(folder)).items()}
     for file in folder.glob("model*.safetensors*"):
@@ -222,7 +216,7 @@ def renamed(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
     return folder
 
 
-def old_norms(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def old_norms(found):
     """As TensorFlow called them."""
     new = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
     for name, old in new.items():
@@ -230,20 +224,20 @@ def old_norms(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def without_prefix(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_prefix(found):
     return {name.removeprefix("transformer."): tensor for name, tensor in found.items()}
 
 
-def with_masks(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def with_masks(found):
     masks = {f"transformer.h.{layer}.attn.bias": torch.ones(1, 1, 8, 8) for layer in range(4)}
     return {**found, **masks}
 
 
-def tied_twice(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def tied_twice(found):
     return {**found, "lm_head.weight": found["transformer.wte.weight"]}
 
 
-def untied(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def untied(found):
     return {**found, "lm_head.weight": 2 * found["transformer.wte.weight"]}
 
 
@@ -257,7 +251,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_names_that_change_on_load(names: str, tmp_path: Path) -> None:
+def test_names_that_change_on_load(names, tmp_path):
     case, change = NAMES[names]
     before = set(weights(saved(case, tmp_path / "model")))
     model = renamed(tmp_path / "model", change)
@@ -276,7 +270,7 @@ def test_names_that_change_on_load(names: str, tmp_path: Path) -> None:
         [*FUSED, *sorted(tiny.one_per_row(CASES) | tiny.one_per_layout(CASES))],
     ),
 )
-def test_headers_say_who_a_model_is(case: str, tmp_path: Path) -> None:
+def test_headers_say_who_a_model_is(case, tmp_path):
     model = saved(case, tmp_path / "model")
     whole = headprune.from_pretrained(model)
     bare = headprune.from_pretrained(model, weights=False)
@@ -287,11 +281,11 @@ def test_headers_say_who_a_model_is(case: str, tmp_path: Path) -> None:
     assert next(sizes) == next(sizes)
 
 
-def test_headers_of_another_model_are_another_identity(tmp_path: Path) -> None:
+def test_headers_of_another_model_are_another_identity(tmp_path):
     model = saved("llama-gqa", tmp_path / "model")
     was = identity(headprune.from_pretrained(model, weights=False), model)
 
-    def other(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def other(found):
         found["model.layers.3.self_attn.o_proj.weight"][0, 63 % 60] += 1
         return found
 
@@ -299,9 +293,7 @@ def test_headers_of_another_model_are_another_identity(tmp_path: Path) -> None:
     assert identity(headprune.from_pretrained(model, weights=False), model) != was
 
 
-def test_inspect_and_dry_runs_need_no_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inspect_and_dry_runs_need_no_weights(tmp_path, monkeypatch):
     model = saved("llama-gqa", tmp_path / "model")
     plan = first_gone(headprune.from_pretrained(model))
     wanted = inspect(model), preview(model, CutRequest(plan=plan))
@@ -323,27 +315,25 @@ def test_inspect_and_dry_runs_need_no_weights(
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     return tiny.save(tiny.model("llama-gqa").bfloat16(), tmp_path / "model")
 
 
 @pytest.fixture
-def plan(model: Path) -> Plan:
+def plan(model):
     return first_gone(headprune.from_pretrained(model))
 
 
-def test_prune_streams_and_proves_outputs(
-    model: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prune_streams_and_proves_outputs(model, plan, tmp_path, monkeypatch):
     alive, steps = list[weakref.ref[PreTrainedModel]](), list[tuple[int, int]]()
     real_load, real_write = Model.weighted, streamed.write_shards
 
-    def watched(model: Model) -> PreTrainedModel:
+    def watched(model):
         net = real_load(model)
         alive.append(weakref.ref(net))
         return net
 
-    def checked(*args: Any) -> None:
+    def checked(*args):
         assert [ref() for ref in alive[:1]] == [
             None
         ]  # the original is let go before the result comes
@@ -370,7 +360,7 @@ def test_prune_streams_and_proves_outputs(
     assert all(check.passed for check in verify(tmp_path / "out", model).checks)
 
 
-def test_prune_proves_tensors(model: Path, plan: Plan, tmp_path: Path) -> None:
+def test_prune_proves_tensors(model, plan, tmp_path):
     result = prune(
         model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(proof=ProofOption.TENSORS)
     )
@@ -393,7 +383,7 @@ def test_prune_proves_tensors(model: Path, plan: Plan, tmp_path: Path) -> None:
     assert prune(tmp_path / "out", tmp_path / "again", CutRequest(plan=again)).manifest.lineage
 
 
-def test_a_tensor_that_changed_fails_verify(model: Path, plan: Plan, tmp_path: Path) -> None:
+def test_a_tensor_that_changed_fails_verify(model, plan, tmp_path):
     prune(
         model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(proof=ProofOption.TENSORS)
     )
@@ -403,7 +393,7 @@ def test_a_tensor_that_changed_fails_verify(model: Path, plan: Plan, tmp_path: P
     assert "is not what stays of the original's" in found.checks[2].found
 
 
-def flip(folder: Path) -> None:
+def flip(folder):
     """Changes a bit of the last number of a folder's weights."""
     file = max(folder.glob("*.safetensors"))
     content = bytearray(file.read_bytes())
@@ -412,12 +402,10 @@ def flip(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("proof", [ProofOption.TENSORS, ProofOption.OUTPUTS])
-def test_what_is_written_wrongly_is_not_kept(
-    proof: ProofOption, model: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_written_wrongly_is_not_kept(proof, model, plan, tmp_path, monkeypatch):
     real = streamed._take_over
 
-    def corrupting(folder: Path, *rest: Any) -> None:
+    def corrupting(folder, *rest):
         real(folder, *rest)
         file = folder / "model.safetensors"
         tensors = load_file(file)
@@ -431,9 +419,7 @@ def test_what_is_written_wrongly_is_not_kept(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
 
 
-def test_too_little_memory_leads_to_tensors(
-    model: Path, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_leads_to_tensors(model, plan, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 1_000_000)
     result = prune(model, tmp_path / "out", CutRequest(plan=plan))
     assert result.manifest.proof is not None  # it has 0.2 million parameters
@@ -459,9 +445,7 @@ CGROUPS = {
 
 
 @pytest.mark.parametrize("version", CGROUPS)
-def test_memory_is_what_the_machine_and_every_group_above_leave(
-    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_what_the_machine_and_every_group_above_leave(version, tmp_path, monkeypatch):
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     monkeypatch.setattr(memory, "_PROC", proc)
     monkeypatch.setattr(memory, "_CGROUP", groups)
@@ -474,7 +458,7 @@ def test_memory_is_what_the_machine_and_every_group_above_leave(
 
     top, limited, taken, unused = CGROUPS[version]
 
-    def limit(group: str, most: str, used: int, files: int = 0) -> None:
+    def limit(group, most, used, files=0):
         place = groups / top / group
         place.mkdir(parents=True, exist_ok=True)
         (place / limited).write_text(f"{most}\n")
@@ -496,9 +480,7 @@ def test_memory_is_what_the_machine_and_every_group_above_leave(
     assert memory.available() == 0
 
 
-def test_proof_of_tensors_is_refused_where_weights_change(
-    model: Path, plan: Plan, tmp_path: Path
-) -> None:
+def test_proof_of_tensors_is_refused_where_weights_change(model, plan, tmp_path):
     from headprune.config import DataConfig
 
     text = tmp_path / "text.txt"
@@ -513,8 +495,8 @@ def test_proof_of_tensors_is_refused_where_weights_change(
         )
 
 
-def test_a_weight_that_overflows_is_refused(model: Path, plan: Plan, tmp_path: Path) -> None:
-    def large(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def test_a_weight_that_overflows_is_refused(model, plan, tmp_path):
+    def large(found):
         found["model.norm.weight"][3] = 1e6
         return found
 
@@ -531,15 +513,15 @@ def test_a_weight_that_overflows_is_refused(model: Path, plan: Plan, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_infinite_stays_so() -> None:
+def test_what_is_infinite_stays_so():
     mask = torch.full((4, 4), float("-inf"))
     for given in (mask, mask.tril()):
         piece = Piece("mask", None, given, None, torch.float32, torch.bfloat16)
         assert torch.equal(torch.cat(list(piece.blocks())), given.bfloat16())
 
 
-def test_a_weight_that_is_nan_is_refused(model: Path, plan: Plan, tmp_path: Path) -> None:
-    def damaged(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def test_a_weight_that_is_nan_is_refused(model, plan, tmp_path):
+    def damaged(found):
         found["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
         return found
 
@@ -554,7 +536,7 @@ def test_a_weight_that_is_nan_is_refused(model: Path, plan: Plan, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_migrate_streams(tmp_path: Path) -> None:
+def test_migrate_streams(tmp_path):
     bert = saved("bert-mlm", tmp_path / "bert", torch.float32)
     plan = uneven_plan(headprune.from_pretrained(bert)).model_copy(update={"model": None})
     parts = {
@@ -583,7 +565,7 @@ def test_migrate_streams(tmp_path: Path) -> None:
         assert differing(tmp_path / proof.value, tmp_path / "cut")[-1:] != ["config.json"]
 
 
-def test_ragged_results_are_streamed(model: Path, tmp_path: Path) -> None:
+def test_ragged_results_are_streamed(model, tmp_path):
     plan = ragged_plan(headprune.from_pretrained(model))
     proven = prune(model, tmp_path / "out", CutRequest(plan=plan, layout=LayoutOption.RAGGED))
     assert proven.manifest.proof is not None
@@ -595,11 +577,11 @@ def test_ragged_results_are_streamed(model: Path, tmp_path: Path) -> None:
 # Bad input: exit 2, one sentence, nothing half-written
 
 
-def vanishing(model: Path) -> None:
+def vanishing(model):
     max(model.glob("*.safetensors")).unlink()
 
 
-def shrinking(model: Path) -> None:
+def shrinking(model):
     file = max(model.glob("*.safetensors"))
     os.truncate(file, file.stat().st_size - 100)
 
@@ -611,24 +593,18 @@ BAD = {
 
 
 @pytest.mark.parametrize("bad", BAD)
-def test_a_shard_that_goes_while_it_is_read(
-    bad: str,
-    plan: Plan,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_shard_that_goes_while_it_is_read(bad, plan, tmp_path, monkeypatch, capsys):
     change, said = BAD[bad]
     model = saved("llama-gqa", tmp_path / "sharded")
     plan.model_copy(update={"model": None}).write(tmp_path / "plan.json")
     real_write = shards._write
 
-    def writing(*args: Any) -> None:
+    def writing(*args):
         real_write(*args)
         if any(model.glob("*.safetensors")) and not done:
             done.append(change(model))
 
-    done: list[None] = []
+    done = []
     monkeypatch.setattr(shards, "_write", writing)
     before = sorted(p.name for p in tmp_path.iterdir())
     command = [
@@ -645,16 +621,10 @@ def test_a_shard_that_goes_while_it_is_read(
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
-def test_a_disk_that_fills_in_the_middle_of_a_shard(
-    model: Path,
-    plan: Plan,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_disk_that_fills_in_the_middle_of_a_shard(model, plan, tmp_path, monkeypatch, capsys):
     real, room = os.write, [60_000]
 
-    def left(count: int) -> int:
+    def left(count):
         """A full disk takes what fits first."""
         if not room[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -662,7 +632,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_shard(
         room[0] -= count
         return count
 
-    def write(file: int, content: memoryview) -> int:
+    def write(file, content):
         return real(file, content[: left(len(content))])
 
     plan.write(tmp_path / "plan.json")
@@ -676,7 +646,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_shard(
 
 
 @pytest.mark.parametrize("size", ["5", "0GB", "5 GiB", "big"])
-def test_sizes_of_shards_have_a_unit(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_of_shards_have_a_unit(size, capsys):
     code, _, err = run(
         capsys, "prune", "m", "--plan", "p", "--config", f"max_shard_size={size}", "--dry-run"
     )

@@ -1,61 +1,57 @@
 """Two streams in one pass: the first stays the original, the second is what the model becomes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
 from headprune.errors import CheckpointError, PlanError
 from headprune.model.attention import attention_of
-from headprune.model.batch import Batch, doubled, real_tokens, token_mask, without_labels
+from headprune.model.batch import doubled, real_tokens, token_mask, without_labels
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import project_output, read_output
 from headprune.model.passes import OneStream, RunsTwice, Stream, entering, in_sequence, run_model
 from headprune.model.probes import probe_inputs
-from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.conversion import convert_in_sequence, geometry
-from headprune.surgery.merges import MERGES, HeadWeights, MergeContext
+from headprune.surgery.merges import MERGES
 from headprune.surgery.refit import refit
 from tests import tiny
 
 CASES = tiny.present("llama-gqa", "gpt2", "bert-mlm", "t5", "qwen3", "gpt_neox")
 
 
-def batch_for(model: PreTrainedModel, count: int = 40, length: int = 12) -> Batch:
+def batch_for(model, count=40, length=12):
     ids = torch.randint(5, 60, (count, length), generator=torch.Generator().manual_seed(0))
-    batch: Batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if model.config.is_encoder_decoder:
         batch |= {"decoder_input_ids": ids.flip(0), "labels": ids}
     return batch
 
 
-def states(model: PreTrainedModel, batch: Batch) -> Tensor:
+def states(model, batch):
     with torch.no_grad():
-        result: Tensor = run_model(model, batch)[0]  # hidden states; of a T5, logits
+        result = run_model(model, batch)[0]  # hidden states; of a T5, logits
     return result
 
 
-def watched(model: PreTrainedModel) -> list[Tensor]:
+def watched(model):
     """Gets what the model gives below its head at every run."""
-    found: list[Tensor] = []
+    found = []
 
-    def look(module: nn.Module, args: object, result: object) -> None:
+    def look(module, args, result):
         found.append(result[0])  # type: ignore[index]
 
     model.base_model.register_forward_hook(look)
     return found
 
 
-def merged(attention: Attention, heads: HeadWeights, context: MergeContext) -> HeadWeights:
+def merged(attention, heads, context):
     return MERGES["lowrank"](heads, [range(len(heads.k))], context)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_merge_sees_the_original_and_the_converted_model(case: str) -> None:
+def test_a_merge_sees_the_original_and_the_converted_model(case):
     model = tiny.model(case)
     batch = batch_for(model)
     batch.pop("labels", None)
@@ -69,7 +65,7 @@ def test_a_merge_sees_the_original_and_the_converted_model(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_refit_sees_the_original_and_the_cut_model(case: str) -> None:
+def test_a_refit_sees_the_original_and_the_cut_model(case):
     model = tiny.model(case)
     batch, attentions = batch_for(model), attention_of(model)
     gates = [torch.ones(a.query_heads) for a in attentions]
@@ -85,14 +81,14 @@ def test_a_refit_sees_the_original_and_the_cut_model(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_pass_leaves_nothing_behind(case: str) -> None:
+def test_a_pass_leaves_nothing_behind(case):
     model = tiny.model(case)
     batch, attentions = batch_for(model), attention_of(model)
     configs = [getattr(a.module, "config", None) for a in attentions]
     before = model.config._attn_implementation
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
-    def failing(attention: Attention, heads: HeadWeights, context: MergeContext) -> HeadWeights:
+    def failing(attention, heads, context):
         if attention is attentions[1]:
             raise ZeroDivisionError
         return heads
@@ -111,14 +107,14 @@ def test_a_pass_leaves_nothing_behind(case: str) -> None:
     assert all(torch.equal(weights[name], after[name]) for name in weights)
 
 
-def test_what_calibration_shows_is_what_the_model_computes() -> None:
+def test_what_calibration_shows_is_what_the_model_computes():
     model = tiny.model("llama-gqa")
     batch, first = batch_for(model, 3), attention_of(model)[0]
-    given: list[Tensor] = []
+    given = []
     first.output_projection.register_forward_hook(lambda m, args, out: given.append(out))
     states(model, batch)
 
-    def look(attention: Attention, heads: HeadWeights, context: MergeContext) -> HeadWeights:
+    def look(attention, heads, context):
         seen = context.activations
         assert seen is not None
         torch.testing.assert_close(seen.outputs, given[0])
@@ -138,21 +134,19 @@ def test_what_calibration_shows_is_what_the_model_computes() -> None:
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2", "qwen3"))
-def test_a_merge_sees_the_scores_of_the_module_itself_and_the_outputs_of_the_original(
-    case: str,
-) -> None:
+def test_a_merge_sees_the_scores_of_the_module_itself_and_the_outputs_of_the_original(case):
     model = tiny.model(case)
     batch, attentions = batch_for(model, 3), attention_of(model)
-    seen: list[tuple[Tensor, ...]] = []
+    seen = []
 
-    def look(attention: Attention, heads: HeadWeights, context: MergeContext) -> HeadWeights:
+    def look(attention, heads, context):
         if attention is attentions[1]:
             known = context.activations
             assert known is not None
             seen.append((known.queries, known.keys, known.outputs))
         return heads
 
-    def louder(attention: Attention, heads: HeadWeights, context: MergeContext) -> HeadWeights:
+    def louder(attention, heads, context):
         heads = look(attention, heads, context)
         return replace(heads, o=heads.o * 5) if attention is attentions[0] else heads
 
@@ -165,10 +159,10 @@ def test_a_merge_sees_the_scores_of_the_module_itself_and_the_outputs_of_the_ori
         assert not torch.allclose(quiet, loud, rtol=1e-2, atol=1e-3)
 
 
-def test_projections_compute_one_stream() -> None:
+def test_projections_compute_one_stream():
     projection = nn.Linear(4, 3)
     x = torch.randn(6, 5, 4)
-    rows: list[int] = []
+    rows = []
     plain = projection(x)
     projection.register_forward_hook(lambda m, args, out: rows.append(len(args[0])))
     known = torch.full((3, 5, 3), 7.0)
@@ -184,7 +178,7 @@ def test_projections_compute_one_stream() -> None:
     assert torch.equal(projection(x), plain)
 
 
-def test_a_module_that_runs_twice_is_named() -> None:
+def test_a_module_that_runs_twice_is_named():
     model = tiny.model("albert")
     batch, attentions = batch_for(model), attention_of(model)
     with pytest.raises(RunsTwice, match="runs in more than one layer"):
@@ -193,7 +187,7 @@ def test_a_module_that_runs_twice_is_named() -> None:
         convert_in_sequence(model, attentions, batch, lambda attention, heads, context: heads)
 
 
-def test_outputs_past_hooks_are_the_projections_own() -> None:
+def test_outputs_past_hooks_are_the_projections_own():
     for case in ("llama-gqa", "gpt2", "bert-mlm"):
         attention = attention_of(tiny.model(case))[0]
         width = attention.query_heads * read_output(attention)[0].shape[-1]
@@ -204,9 +198,9 @@ def test_outputs_past_hooks_are_the_projections_own() -> None:
             assert not torch.equal(attention.output_projection(x), plain)
 
 
-def test_batches() -> None:
+def test_batches():
     ids = torch.arange(6).reshape(2, 3)
-    batch: Batch = {"input_ids": ids, "attention_mask": (ids != 5).long(), "use_cache": False}
+    batch = {"input_ids": ids, "attention_mask": (ids != 5).long(), "use_cache": False}
     both = doubled(batch)
     assert all(torch.equal(stream.of(both["input_ids"]), ids) for stream in Stream)
     assert both["use_cache"] is False
@@ -217,7 +211,7 @@ def test_batches() -> None:
     assert real_tokens(x, torch.ones(2, 2, dtype=torch.bool)).shape == (6, 4)  # nothing is padded
     with pytest.raises(CheckpointError, match="reads 6 positions, and the padded texts have 4"):
         real_tokens(x, torch.tensor([[True, True], [True, False]]))
-    pair: Batch = {**batch, "decoder_input_ids": ids, "labels": torch.tensor([[1, -100], [2, 3]])}
+    pair = {**batch, "decoder_input_ids": ids, "labels": torch.tensor([[1, -100], [2, 3]])}
     assert token_mask(pair, "cross") is not None
     assert torch.equal(token_mask(pair, "decoder"), torch.tensor([[True, False], [True, True]]))  # type: ignore[arg-type]
     assert torch.equal(token_mask(pair, "encoder"), mask)  # type: ignore[arg-type]

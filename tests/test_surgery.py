@@ -1,14 +1,10 @@
 """Gate = slice = reloaded, for every family, layout, attention implementation and dtype."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import FamilyError, PlanError, ProofError
@@ -35,9 +31,7 @@ from tests.marks import slow_unless
     ),
 )
 @pytest.mark.parametrize("case", tiny.CASES)
-def test_gated_is_cut_is_reloaded(
-    case: str, dtype: torch.dtype, attn: str, empty: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_gated_is_cut_is_reloaded(case, dtype, attn, empty, tmp_path):
     model = tiny.model(case, dtype, attn)
     cuts = resolve(uneven_plan(model, *empty), model)
     result = prove(model, cuts, tmp_path)
@@ -45,16 +39,14 @@ def test_gated_is_cut_is_reloaded(
     assert result.control is not None and result.control > 1e3 * result.tolerance
 
 
-def test_rounding_is_measured_on_every_output_that_is_compared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rounding_is_measured_on_every_output_that_is_compared(monkeypatch):
     model = tiny.model("llama-gqa")
     cuts = [uncut(attention) for attention in attention_of(model)]
     plain = equivalence.expect(model, cuts)
     assert 0 < plain.rounding.outputs < 1e-5
     assert all(0 < rounding < 1e-5 for rounding in plain.rounding.modules.values())
 
-    def shaken(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def shaken(model, inputs):
         logits = decoded(model, inputs)
         return logits + 1e-2 * (logits * 2**22).sin()
 
@@ -63,7 +55,7 @@ def test_rounding_is_measured_on_every_output_that_is_compared(
     assert equivalence.expect(model, cuts).rounding.outputs > 100 * plain.rounding.outputs
 
 
-def test_what_is_clear_before_the_work_takes_four_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_clear_before_the_work_takes_four_passes(monkeypatch):
     model, passes = tiny.model("llama-gqa"), list[int]()
     plan = uneven_plan(model)
     model.register_forward_pre_hook(lambda *_: passes.append(1))
@@ -74,7 +66,7 @@ def test_what_is_clear_before_the_work_takes_four_passes(monkeypatch: pytest.Mon
     assert len(passes) == 4 + 4 + 31
 
 
-def test_a_proof_that_rounding_hides_is_none() -> None:
+def test_a_proof_that_rounding_hides_is_none():
     values = ([1.0, 2.0], [1.0, 2.0001], [2.0, 1.0])
     wanted, near, other = (probes.Outputs(logits=torch.tensor(each)) for each in values)
     with pytest.raises(ProofError, match="differ by 4.99e-05"):
@@ -90,7 +82,7 @@ def test_a_proof_that_rounding_hides_is_none() -> None:
         equivalence.conclude(hidden, near)
 
 
-def test_the_proof_fails_on_nan() -> None:
+def test_the_proof_fails_on_nan():
     good = probes.Outputs(logits=torch.ones(2, 3))
     bad = probes.Outputs(logits=torch.tensor([[1.0, float("nan"), 1.0], [1.0, 1.0, 1.0]]))
     with pytest.raises(ProofError):
@@ -99,9 +91,7 @@ def test_the_proof_fails_on_nan() -> None:
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2"])
 @pytest.mark.parametrize("empty", [(), (0,), (-1,)], ids=["none", "first", "last"])
-def test_generate_with_cache_gives_the_tokens_of_no_cache(
-    case: str, empty: tuple[int, ...]
-) -> None:
+def test_generate_with_cache_gives_the_tokens_of_no_cache(case, empty):
     model = tiny.model(case)
     cut_heads(model, resolve(uneven_plan(model, *empty), model))
     prompt = torch.tensor([[7, 8, 9, 10, 11, 12, 13]])
@@ -116,13 +106,13 @@ def test_generate_with_cache_gives_the_tokens_of_no_cache(
     )
 
 
-def budgets(total: int) -> list[int]:
+def budgets(total):
     return [0, 1, total - 1, total]
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm"])
 @pytest.mark.parametrize("which", range(4))
-def test_budgets_none_one_all_but_one_and_all(case: str, which: int, tmp_path: Path) -> None:
+def test_budgets_none_one_all_but_one_and_all(case, which, tmp_path):
     model = tiny.model(case)
     attentions = attention_of(model)
     unit = default_unit(attentions)
@@ -134,7 +124,7 @@ def test_budgets_none_one_all_but_one_and_all(case: str, which: int, tmp_path: P
     assert sum(a.query_heads for a in attention_of(model)) == budget
 
 
-def test_a_uniform_cut_of_llama_is_a_plain_llama(tmp_path: Path) -> None:
+def test_a_uniform_cut_of_llama_is_a_plain_llama(tmp_path):
     model = tiny.model("llama-gqa")
     attentions = attention_of(model)
     keep = [(0, 1, 2, 3), (2, 3, 4, 5), (0, 1, 4, 5), (0, 1, 2, 3)]  # other heads, equal counts
@@ -151,7 +141,7 @@ def test_a_uniform_cut_of_llama_is_a_plain_llama(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.py"))
 
 
-def test_query_slots_keep_groups_equal_and_kv_heads_whole(tmp_path: Path) -> None:
+def test_query_slots_keep_groups_equal_and_kv_heads_whole(tmp_path):
     model = tiny.model("llama-gqa")
     attentions = attention_of(model)
     sizes = unit_sizes(attentions, Unit.QUERY_SLOT)
@@ -161,7 +151,7 @@ def test_query_slots_keep_groups_equal_and_kv_heads_whole(tmp_path: Path) -> Non
     assert {a.kv_heads for a in attention_of(model)} <= {0, 3}
 
 
-def test_ragged_groups_are_refused_when_planned() -> None:
+def test_ragged_groups_are_refused_when_planned():
     model = tiny.model("llama-gqa")
     parts = {
         a.path: AttentionPlan(query_heads=6, kv_heads=3, keep=(0, 1, 2))
@@ -173,12 +163,12 @@ def test_ragged_groups_are_refused_when_planned() -> None:
     assert resolve(plan, model, ragged=True)
 
 
-def test_ids_stay_those_of_the_original_in_a_second_cut(tmp_path: Path) -> None:
+def test_ids_stay_those_of_the_original_in_a_second_cut(tmp_path):
     model = tiny.model("gpt2")
     first = {a.path: [0, 2] for a in attention_of(model)[:2]}
     (tmp_path / "a.json").write_text(json.dumps(first))
 
-    def present() -> dict[str, tuple[tuple[int, ...], int]]:
+    def present():
         return {a.path: (a.query_ids, a.kv_heads) for a in attention_of(model)}
 
     cut_heads(model, resolve(read_plan(tmp_path / "a.json", present()), model))
@@ -192,7 +182,7 @@ def test_ids_stay_those_of_the_original_in_a_second_cut(tmp_path: Path) -> None:
         read_plan(tmp_path / "c.json", present())
 
 
-def test_the_fingerprint_knows_the_model_in_any_dtype() -> None:
+def test_the_fingerprint_knows_the_model_in_any_dtype():
     model = tiny.model("gpt2", torch.bfloat16)
     mark = fingerprint(attention_of(model))
     assert fingerprint(attention_of(model.float())) == mark
@@ -201,7 +191,7 @@ def test_the_fingerprint_knows_the_model_in_any_dtype() -> None:
     assert fingerprint(attention_of(model)) != mark
 
 
-def test_a_plan_of_another_model_is_refused() -> None:
+def test_a_plan_of_another_model_is_refused():
     plan = uneven_plan(tiny.model("llama-gqa"))
     other = tiny.model("llama-gqa")
     with torch.no_grad():
@@ -210,21 +200,21 @@ def test_a_plan_of_another_model_is_refused() -> None:
         resolve(plan, other)
 
 
-def test_an_unknown_family_is_named() -> None:
+def test_an_unknown_family_is_named():
     model = tiny.model("gpt2")
     model.config.__class__ = type("X", (type(model.config),), {"model_type": "gpt3"})
     with pytest.raises(FamilyError, match="Model type 'gpt3' is not in headprune's table"):
         attention_of(model)
 
 
-def test_a_refused_setting_is_named_with_its_reason() -> None:
+def test_a_refused_setting_is_named_with_its_reason():
     model = tiny.model("gpt2")
     model.config.add_cross_attention = True
     with pytest.raises(FamilyError, match="add_cross_attention=True: cross attention"):
         attention_of(model)
 
 
-def test_native_is_told_from_runtime() -> None:
+def test_native_is_told_from_runtime():
     for case, expected in (("llama-mha", Shape.NATIVE), ("gpt2", Shape.RUNTIME)):
         model = tiny.model(case)
         parts = {
@@ -234,7 +224,7 @@ def test_native_is_told_from_runtime() -> None:
         assert cut_heads(model, resolve(Plan(unit=Unit.HEAD, attentions=parts), model)) is expected
 
 
-def test_a_count_that_the_config_refuses_goes_by_the_runtime(tmp_path: Path) -> None:
+def test_a_count_that_the_config_refuses_goes_by_the_runtime(tmp_path):
     model = tiny.model("llama-mha")
     hidden = model.config.hidden_size
     for count, shape in ((5, Shape.RUNTIME), (4, Shape.NATIVE)):

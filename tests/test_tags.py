@@ -1,10 +1,5 @@
 """Classifiers of words: tags, entities, gates, compression."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value, concatenate_datasets
@@ -26,7 +21,7 @@ from tests import tiny
 TAGS = ("O", "B-PER", "I-PER", "B-LOC")
 
 
-def tag(words: list[str]) -> list[str]:
+def tag(words):
     """The first of two equal words in a row begins a person; w7 is a place."""
     tags = []
     for number, word in enumerate(words):
@@ -39,7 +34,7 @@ def tag(words: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def sentences() -> Dataset:
+def sentences():
     generator = torch.Generator().manual_seed(0)
     rows = [
         [f"w{n}" for n in torch.randint(0, 9, (6 + row % 7,), generator=generator).tolist()]
@@ -49,7 +44,7 @@ def sentences() -> Dataset:
 
 
 @pytest.fixture
-def model(tmp_path: Path, sentences: Dataset) -> Path:
+def model(tmp_path, sentences):
     """A model that learned some of it."""
     torch.manual_seed(0)
     names = dict(enumerate(TAGS))
@@ -75,14 +70,14 @@ def model(tmp_path: Path, sentences: Dataset) -> Path:
     return tiny.save(net, tmp_path / "model")
 
 
-def numbers(report: Any) -> dict[str, float]:
+def numbers(report):
     return {metric.name: metric.value for metric in report.model.metrics}
 
 
-HOW: dict[str, Any] = {"text_column": "tokens", "label_column": "tags"}
+HOW = {"text_column": "tokens", "label_column": "tags"}
 
 
-def test_tags_and_entities_are_those_of_seqeval(model: Path, sentences: Dataset) -> None:
+def test_tags_and_entities_are_those_of_seqeval(model, sentences):
     got = numbers(headprune.evaluate(model, data=sentences, **HOW))
     net, tokenizer = headprune.from_pretrained(model), tiny.tokenizer()
     said = []
@@ -104,9 +99,7 @@ def test_tags_and_entities_are_those_of_seqeval(model: Path, sentences: Dataset)
     assert numbers(headprune.evaluate(model, data=classes, **HOW)) == got
 
 
-def test_models_may_number_tags_differently(
-    model: Path, sentences: Dataset, tmp_path: Path
-) -> None:
+def test_models_may_number_tags_differently(model, sentences, tmp_path):
     net = headprune.from_pretrained(model)
     order = [3, 2, 1, 0]
     net.classifier.weight.data = net.classifier.weight.data[order]
@@ -124,24 +117,22 @@ def test_models_may_number_tags_differently(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_is_trained_cut_compressed_and_compared(
-    dtype: str, model: Path, sentences: Dataset, tmp_path: Path
-) -> None:
-    gates: dict[str, Any] = {"target_heads": 4, "steps": 4, "batch_size": 8, "dtype": dtype}
+def test_it_is_trained_cut_compressed_and_compared(dtype, model, sentences, tmp_path):
+    gates = {"target_heads": 4, "steps": 4, "batch_size": 8, "dtype": dtype}
     run = headprune.train_gates(model, tmp_path / "gates", data=sentences, **HOW, **gates)
     assert run.metadata.objective == "task" and run.metadata.kept_heads == 4
     out = tmp_path / "out"
     headprune.prune(model, out, gates=tmp_path / "gates", layout="ragged")
     report = headprune.evaluate(out, data=sentences, against=model, **HOW)
     assert {one.name for one in report.differences} == {"tag_accuracy", "entity_f1"}
-    few: dict[str, Any] = {"calibration_tokens": 200, "seq_len": 32, "text_column": "tokens"}
+    few = {"calibration_tokens": 200, "seq_len": 32, "text_column": "tokens"}
     many = concatenate_datasets([sentences] * 3)
     small = headprune.compress(model, tmp_path / "small", keep=0.5, data=many, **few)
     assert small.choice.measure == "same tags" and 0 < small.choice.contenders[0].held_out <= 1
 
 
 @pytest.mark.parametrize("kind", ["pieces", "bytes"])
-def test_a_word_has_its_tag_at_its_first_token(kind: str) -> None:
+def test_a_word_has_its_tag_at_its_first_token(kind):
     if kind == "pieces":
         pieces = {"[UNK]": 0, "pa": 1, "##ris": 2, "is": 3, "##!": 4}
         raw = Tokenizer(models.WordPiece(pieces, unk_token="[UNK]"))
@@ -159,10 +150,8 @@ def test_a_word_has_its_tag_at_its_first_token(kind: str) -> None:
     assert first == [*zip(starts, (5, 6, 7), strict=True)]
 
 
-def test_what_does_not_fit_is_refused(
-    model: Path, sentences: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refused(error: type[HeadpruneError], match: str, data: Dataset, **how: Any) -> None:
+def test_what_does_not_fit_is_refused(model, sentences, monkeypatch):
+    def refused(error, match, data, **how):
         with pytest.raises(error, match=match):
             headprune.evaluate(model, data=data, **how)
 
@@ -174,7 +163,7 @@ def test_what_does_not_fit_is_refused(
     other = sentences.map(lambda row: {"tags": ["B-ORG", *row["tags"][1:]]})
     refused(DataError, "The label 'B-ORG' is none of the model's labels", other, **HOW)
 
-    def absent(what: str, *modules: str) -> None:
+    def absent(what, *modules):
         raise HeadpruneError(f"{what} needs {modules[0]}.")
 
     monkeypatch.setattr(tagged, "refuse_missing", absent)

@@ -1,15 +1,10 @@
 """Plans for engines: what is chosen fits them, what cannot be is refused when the plan is made."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 import headprune
 from headprune.config import ExportConfig, LayoutOption, Target
@@ -19,7 +14,7 @@ from headprune.formats.source import open_source
 from headprune.planning.constraints import constraints_of
 from headprune.planning.kv_heads import Way, choose
 from headprune.planning.targets import EVEN, SHAPES, TARGETS
-from headprune.schemas.plan import Plan, Shape
+from headprune.schemas.plan import Shape
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import ragged_plan, uneven_plan
@@ -31,7 +26,7 @@ TO = {
     Target.ONNX: "onnx",
     Target.OPENVINO: "openvino",
 }
-PLANS: dict[str, Any] = {
+PLANS = {
     "even": lambda model: evenly(model),
     "uneven": uneven_plan,
     "empty": lambda model: uneven_plan(model, 0, 2),
@@ -41,7 +36,7 @@ UNTIED = {"attention_bias": False, "tie_word_embeddings": False}
 TIED = {"attention_bias": False, "tie_word_embeddings": True}
 
 
-def saved(folder: Path, case: str = "llama-gqa", worthless: tuple[int, ...] = ()) -> Path:
+def saved(folder, case="llama-gqa", worthless=()):
     """A model, with layers whose heads add nothing."""
     model = tiny.model(case)
     with torch.no_grad():
@@ -50,20 +45,20 @@ def saved(folder: Path, case: str = "llama-gqa", worthless: tuple[int, ...] = ()
     return tiny.save(model, folder / "m")
 
 
-def scored(model: Path, **settings: Any) -> Path:
+def scored(model, **settings):
     folder = model.with_name("scores")
     headprune.score(model, output=folder, criterion=("magnitude",), **settings)
     return folder
 
 
-def evenly(model: PreTrainedModel) -> Plan:
+def evenly(model):
     plan = uneven_plan(model)
     keep = {"keep": (0, 1), "scale": None}
     parts = {path: part.model_copy(update=keep) for path, part in plan.attentions.items()}
     return plan.model_copy(update={"attentions": parts})
 
 
-def kept(plan: Plan) -> list[int]:
+def kept(plan):
     return [len(part.keep) for part in plan.attentions.values()]
 
 
@@ -78,9 +73,7 @@ def kept(plan: Plan) -> list[int]:
         (("anywhere",), [4, 4, 4, 4]),
     ],
 )
-def test_a_plan_fits_its_engine(
-    targets: tuple[str, ...], layers: list[int], tmp_path: Path
-) -> None:
+def test_a_plan_fits_its_engine(targets, layers, tmp_path):
     """A layer that would get a zero head keeps its best head; even counts are the nearest."""
     model = saved(tmp_path, worthless=(0, 1))
     asked = {"scores": scored(model), "keep": 12, "targets": targets, "dry_run": True}
@@ -91,14 +84,14 @@ def test_a_plan_fits_its_engine(
         assert kept(plan) == layers
 
 
-def test_even_counts_divide_hidden_size(tmp_path: Path) -> None:
+def test_even_counts_divide_hidden_size(tmp_path):
     model = saved(tmp_path, "llama-mha")  # 6 heads; 5 do not divide 48, as 4 do
     asked = {"scores": scored(model), "keep": 19, "dry_run": True}
     found = headprune.prune(model, targets=["anywhere"], **asked)
     assert kept(found.plan) == [4, 4, 4, 4] and found.shape is Shape.NATIVE
 
 
-def test_budgets_are_kept_to_evenly(tmp_path: Path) -> None:
+def test_budgets_are_kept_to_evenly(tmp_path):
     model = saved(tmp_path)
     scores, free = scored(model), headprune.inspect(model)
     most = int(0.85 * free.parameters)
@@ -115,9 +108,7 @@ def test_budgets_are_kept_to_evenly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "config"), [("llama-gqa", {}), ("qwen3", UNTIED), ("qwen3", TIED), ("gemma2", {})]
 )
-def test_formats_refuse_the_shapes_that_plans_refuse(
-    case: str, config: dict[str, Any], tmp_path: Path
-) -> None:
+def test_formats_refuse_the_shapes_that_plans_refuse(case, config, tmp_path):
     for shape, plan in PLANS.items():
         net = tiny.model(case)
         net.config.update({"sliding_window": None, **config})
@@ -137,9 +128,7 @@ def test_formats_refuse_the_shapes_that_plans_refuse(
             assert (target in refused) == (reason is not None), (shape, refused, reason)
 
 
-def test_a_plan_that_an_engine_cannot_hold_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_an_engine_cannot_hold_is_refused(tmp_path, capsys):
     model, plan = saved(tmp_path), tmp_path / "plan.json"
     uneven_plan(headprune.from_pretrained(model)).model_copy(update={"model": None}).write(plan)
     line = ("prune", model, "--plan", plan, tmp_path / "out")
@@ -158,9 +147,7 @@ def test_a_plan_that_an_engine_cannot_hold_is_refused(
         ("vit", "onnx", "takes pixel_values"),
     ],
 )
-def test_a_model_that_an_engine_does_not_take_is_refused(
-    case: str, target: str, message: str, tmp_path: Path
-) -> None:
+def test_a_model_that_an_engine_does_not_take_is_refused(case, target, message, tmp_path):
     tiny.model(case).save_pretrained(tmp_path / "m")
     (tmp_path / "plan.json").write_text("{}")
     asked = {"plan": tmp_path / "plan.json", "targets": [target], "dry_run": True}
@@ -168,16 +155,14 @@ def test_a_model_that_an_engine_does_not_take_is_refused(
         headprune.prune(tmp_path / "m", **asked)
 
 
-def test_ragged_groups_are_refused_where_none_are_held(tmp_path: Path) -> None:
+def test_ragged_groups_are_refused_where_none_are_held(tmp_path):
     model = saved(tmp_path)
     asked = {"keep": 12, "layout": "ragged", "targets": ["anywhere"], "dry_run": True}
     with pytest.raises(PlanError, match="anywhere holds no ragged groups.*layout ragged"):
         headprune.prune(model, scores=scored(model), **asked)
 
 
-def test_the_dry_run_shows_the_price_of_an_engine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_dry_run_shows_the_price_of_an_engine(tmp_path, capsys):
     model = saved(tmp_path, worthless=(0, 1))
     line = ("prune", model, "--scores", scored(model), "--keep", "12", "--dry-run", "--json")
     prices = []
@@ -190,14 +175,14 @@ def test_the_dry_run_shows_the_price_of_an_engine(
     assert prices[0] > prices[1] > even["evidence"]
 
 
-def windowless() -> PreTrainedModel:
+def windowless():
     """A model that every engine takes."""
     net = tiny.model("mistral")
     net.config.update({"sliding_window": None})
     return net
 
 
-def ways(cheap: int) -> list[Way]:
+def ways(cheap):
     """Of a module with 2 KV heads; one way costs nothing."""
     found = [
         Way((0, 1), ((0,), (1,)), 1.0),
@@ -217,7 +202,7 @@ def ways(cheap: int) -> list[Way]:
         ("anywhere", ["2 merged to 1"] * 4),
     ],
 )
-def test_kv_heads_go_in_ways_that_the_engine_holds(target: str, said: list[str]) -> None:
+def test_kv_heads_go_in_ways_that_the_engine_holds(target, said):
     constraints = constraints_of(windowless(), LayoutOption.PER_LAYER, (Target(target),))
     choices = {str(n): ways(cheap) for n, cheap in enumerate((2, 1, 2, 1))}
     budget = sum("no" not in one for one in said)
@@ -225,7 +210,7 @@ def test_kv_heads_go_in_ways_that_the_engine_holds(target: str, said: list[str])
     assert [way.said for way in found] == said
 
 
-def test_converted_for_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_converted_for_an_engine(tmp_path, capsys):
     model, text = saved(tmp_path), tmp_path / "t.txt"
     text.write_text(tiny.text(4_000))
     line = (
@@ -250,7 +235,7 @@ def test_converted_for_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_compressed_for_an_engine(tmp_path: Path) -> None:
+def test_compressed_for_an_engine(tmp_path):
     """Every candidate is one that the engine holds."""
     model, text = saved(tmp_path), tmp_path / "t.txt"
     text.write_text(tiny.text(3_000))
@@ -265,7 +250,7 @@ def test_compressed_for_an_engine(tmp_path: Path) -> None:
         headprune.compress(bert, keep=0.5, dry_run=True, targets=["llama.cpp"])
 
 
-def test_every_cell_is_filled_and_all_engines_hold_plain_configs() -> None:
+def test_every_cell_is_filled_and_all_engines_hold_plain_configs():
     for engine in TARGETS.values():
         assert set(engine.cells) == set(SHAPES) and all(engine.cells.values())
         assert engine.cells[EVEN] == "yes"

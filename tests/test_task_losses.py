@@ -1,21 +1,15 @@
 """What a head is for decides on losses, divergences and metrics."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 
 import headprune
 from headprune.compression.heldout import MEASURES
@@ -32,12 +26,12 @@ from headprune.model.losses import divergence
 from tests import classes, tiny
 
 IDS = torch.arange(5, 29).reshape(3, 8)
-BATCH: dict[str, Tensor] = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+BATCH = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 BATCH["attention_mask"][1, 5:] = 0
 MULTI = "multi_label_classification"
 
 
-def classifier(**settings: Any) -> PreTrainedModel:
+def classifier(**settings):
     return tiny.model("bert-classifier", **settings)
 
 
@@ -52,9 +46,7 @@ def classifier(**settings: Any) -> PreTrainedModel:
         ({"num_labels": 2, "problem_type": "regression"}, "regression"),
     ],
 )
-def test_the_config_says_what_a_head_for_sequences_is_for(
-    settings: dict[str, Any], task: str
-) -> None:
+def test_the_config_says_what_a_head_for_sequences_is_for(settings, task):
     assert task_of(classifier(**settings)) == task
 
 
@@ -67,9 +59,7 @@ def test_the_config_says_what_a_head_for_sequences_is_for(
         ({"num_labels": 1, "problem_type": MULTI}, torch.tensor([[0.0], [1.0], [1.0]])),
     ],
 )
-def test_the_loss_of_an_example_is_the_loss_of_its_model(
-    settings: dict[str, Any], labels: Tensor
-) -> None:
+def test_the_loss_of_an_example_is_the_loss_of_its_model(settings, labels):
     model = classifier(**settings)
     with torch.no_grad():
         losses = example_losses(model, task_of(model), {**BATCH, "labels": labels})
@@ -83,16 +73,14 @@ def test_the_loss_of_an_example_is_the_loss_of_its_model(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("labelled", [False, True])
-def test_a_mean_loss_is_that_of_all_tokens_in_batches_of_any_size(
-    labelled: bool, dtype: torch.dtype
-) -> None:
+def test_a_mean_loss_is_that_of_all_tokens_in_batches_of_any_size(labelled, dtype):
     model, draw = tiny.model("llama-gqa").to(dtype), torch.Generator().manual_seed(0)
     sizes = (9, 3, 14, 2, 8, 5, 11)
     rows = [torch.randint(5, tiny.VOCAB, (size,), generator=draw).tolist() for size in sizes]
     some = [[-100 if labelled and n % 3 == 1 else i for n, i in enumerate(row)] for row in rows]
     some[3] = rows[3]  # a short one has a token to score
 
-    def collate(features: list[dict[str, Any]]) -> Any:
+    def collate(features):
         columns = {"input_ids": 1, "attention_mask": 0, **({"labels": -100} if labelled else {})}
         padded = {
             name: pad_sequence([torch.tensor(one[name]) for one in features], True, value)
@@ -118,7 +106,7 @@ def test_a_mean_loss_is_that_of_all_tokens_in_batches_of_any_size(
     assert of_rows != pytest.approx(total / count, rel=3 * exact)
 
 
-def pair(name: str, **settings: Any) -> tuple[PreTrainedModel, Any, Any]:
+def pair(name, **settings):
     """A model, what it gives, and what it gives after a change."""
     family = "electra" if name.startswith("Electra") else "bert"
     model = classes.build(family, name, **settings)
@@ -128,20 +116,20 @@ def pair(name: str, **settings: Any) -> tuple[PreTrainedModel, Any, Any]:
         return model, model(**BATCH), wanted
 
 
-def binary_kl(p: Tensor, q: Tensor) -> Tensor:
+def binary_kl(p, q):
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
-def kl(got: Tensor, wanted: Tensor) -> Tensor:
+def kl(got, wanted):
     p, q = wanted.softmax(-1), got.softmax(-1)
     return (p * (p / q).log()).sum(-1)
 
 
-def real(values: Tensor) -> Tensor:
+def real(values):
     return values[BATCH["attention_mask"].bool()].mean()
 
 
-def over_places(got: Tensor, wanted: Tensor) -> Tensor:
+def over_places(got, wanted):
     lengths = BATCH["attention_mask"].sum(1).tolist()
     rows = [kl(g[:n], w[:n]) for g, w, n in zip(got, wanted, lengths, strict=True)]
     return torch.stack(rows).mean()
@@ -164,7 +152,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_the_divergence_fits_the_head(name: str) -> None:
+def test_the_divergence_fits_the_head(name):
     model, got, wanted = pair(name)
     assert divergence(wanted, wanted, BATCH, head_of(model)).abs() < 1e-6
     torch.testing.assert_close(
@@ -173,7 +161,7 @@ def test_the_divergence_fits_the_head(name: str) -> None:
     assert HEADS[name](got, wanted) > 1e-4
 
 
-def test_numbers_and_several_labels_diverge_by_themselves() -> None:
+def test_numbers_and_several_labels_diverge_by_themselves():
     name = "BertForSequenceClassification"
     model, got, wanted = pair(name, num_labels=1)
     found = divergence(got, wanted, BATCH, head_of(model))
@@ -186,7 +174,7 @@ def test_numbers_and_several_labels_diverge_by_themselves() -> None:
     assert not torch.allclose(found, kl(got.logits, wanted.logits).mean())
 
 
-def table(path: Path, labels: list[str], header: str = "label") -> DataConfig:
+def table(path, labels, header="label"):
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["text", header])
@@ -194,12 +182,12 @@ def table(path: Path, labels: list[str], header: str = "label") -> DataConfig:
     return DataConfig(source=str(path), label_column=header)
 
 
-def measured(folder: Path, data: DataConfig) -> dict[str, float]:
+def measured(folder, data):
     config = EvaluateConfig(speed=False, resamples=20, seq_len=16)
     return {m.name: m.value for m in evaluate(folder, data, config).model.metrics}
 
 
-def test_numbers_are_evaluated_by_their_correlations(tmp_path: Path) -> None:
+def test_numbers_are_evaluated_by_their_correlations(tmp_path):
     model, labels = classifier(num_labels=1), [0.5, -1, 2, 3.5, 1, 0]
     folder = tiny.save(model, tmp_path / "model")
     data = table(tmp_path / "data.csv", list(map(str, labels)))
@@ -219,7 +207,7 @@ def test_numbers_are_evaluated_by_their_correlations(tmp_path: Path) -> None:
         measured(folder, table(tmp_path / "words.csv", ["high"] * 6))
 
 
-def test_several_labels_are_evaluated_each(tmp_path: Path) -> None:
+def test_several_labels_are_evaluated_each(tmp_path):
     names = {"id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
     model = classifier(problem_type=MULTI, **names)
     model.classifier.weight.data.normal_()
@@ -262,9 +250,7 @@ FRUIT = ["apple", "NA", "2", "0", "fig"]
         (["a", "b"], ["a", "a "], None),
     ],
 )
-def test_labels_are_names_or_numbers_by_the_whole_column(
-    kind: str, names: list[str], column: list[str], numbers: list[int] | None
-) -> None:
+def test_labels_are_names_or_numbers_by_the_whole_column(kind, names, column, numbers):
     net = classifier(num_labels=len(names), problem_type=MULTI if kind == "several" else None)
     net.config.id2label = dict(enumerate(names))
     net.config.label2id = {name: number for number, name in enumerate(names)}
@@ -284,7 +270,7 @@ def test_labels_are_names_or_numbers_by_the_whole_column(
         assert [read(row) for row in rows[::-1]] == found[::-1] != found
 
 
-def test_labels_that_may_be_names_or_numbers_are_names_with_a_word() -> None:
+def test_labels_that_may_be_names_or_numbers_are_names_with_a_word():
     net = classifier(id2label=dict(enumerate(STARS)), label2id={s: n for n, s in enumerate(STARS)})
     with pytest.warns(
         HeadpruneWarning, match="The labels 1, 2 are names .*, and numbers of others"
@@ -292,9 +278,9 @@ def test_labels_that_may_be_names_or_numbers_are_names_with_a_word() -> None:
         assert label_reader(net, ["1", "2"])("2") == 1
 
 
-def test_a_part_of_a_column_is_read_as_the_whole(tmp_path: Path) -> None:
+def test_a_part_of_a_column_is_read_as_the_whole(tmp_path):
     """The windows that are measured have no 0, and so might be names."""
-    settings: dict[str, Any] = {"id2label": dict(enumerate(STARS))}
+    settings = {"id2label": dict(enumerate(STARS))}
     settings["label2id"] = {name: number for number, name in enumerate(STARS)}
     folder = tiny.save(classifier(**settings), tmp_path / "model")
     config = EvaluateConfig(speed=False, resamples=20, seq_len=16, max_windows=4)
@@ -305,8 +291,8 @@ def test_a_part_of_a_column_is_read_as_the_whole(tmp_path: Path) -> None:
     assert [(m.name, m.value) for m in found] == [(m.name, m.value) for m in named]
 
 
-def test_several_labels_are_written_in_several_ways(tmp_path: Path) -> None:
-    def read(*column: str) -> list[Any]:
+def test_several_labels_are_written_in_several_ways(tmp_path):
+    def read(*column):
         reader = label_reader(classifier(num_labels=3, problem_type=MULTI), column)
         return [reader(label) for label in column]
 
@@ -324,8 +310,8 @@ def test_several_labels_are_written_in_several_ways(tmp_path: Path) -> None:
     assert read(*(read_examples(config).labels or ())) == [[1, 0, 1], [0, 0, 0]]
 
 
-def test_scores_gates_and_healing_take_the_loss_of_the_head(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"num_labels": 3, "problem_type": MULTI}
+def test_scores_gates_and_healing_take_the_loss_of_the_head(tmp_path):
+    settings = {"num_labels": 3, "problem_type": MULTI}
     folder = tiny.save(classifier(**settings), tmp_path / "model")
     data = table(tmp_path / "data.csv", [f"[{n % 3}]" for n in range(24)])
     where = {"data": data.source, "label_column": "label"}
@@ -342,9 +328,7 @@ def test_scores_gates_and_healing_take_the_loss_of_the_head(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["BertForQuestionAnswering", "BertForPreTraining"])
-def test_heads_without_a_loss_of_their_own_learn_from_a_teacher(
-    name: str, tmp_path: Path, text_file: Path
-) -> None:
+def test_heads_without_a_loss_of_their_own_learn_from_a_teacher(name, tmp_path, text_file):
     folder = tiny.save(classes.build("bert", name), tmp_path / "model")
     brief = {"steps": 2, "batch_size": 4, "seq_len": 16, "method": "l0"}
     gates = headprune.train_gates(
@@ -355,7 +339,7 @@ def test_heads_without_a_loss_of_their_own_learn_from_a_teacher(
         evaluate(folder, DataConfig(source=str(text_file)), EvaluateConfig(speed=False))
 
 
-def test_several_texts_at_once_are_refused(tmp_path: Path, text_file: Path) -> None:
+def test_several_texts_at_once_are_refused(tmp_path, text_file):
     folder = tiny.save(classes.build("bert", "BertForMultipleChoice"), tmp_path / "model")
     with pytest.raises(HeadpruneError, match="reads several texts at once, and score gives it one"):
         headprune.score(folder, output=tmp_path / "scores", data=str(text_file))
@@ -368,9 +352,7 @@ def test_several_texts_at_once_are_refused(tmp_path: Path, text_file: Path) -> N
         ({"num_labels": 3, "problem_type": MULTI}, "[{}]", "same labels"),
     ],
 )
-def test_compress_chooses_by_what_the_head_is_for(
-    settings: dict[str, Any], label: str, measure: str, tmp_path: Path
-) -> None:
+def test_compress_chooses_by_what_the_head_is_for(settings, label, measure, tmp_path):
     model = classifier(**settings)
     folder = tiny.save(model, tmp_path / "model")
     data = table(tmp_path / "data.csv", [label.format(n % 3) for n in range(80)])
@@ -385,7 +367,7 @@ def test_compress_chooses_by_what_the_head_is_for(
     assert how.number(how.rows(1 - original, original)) < 0.1
 
 
-def test_flags_of_two_labels_are_told_from_their_numbers() -> None:
+def test_flags_of_two_labels_are_told_from_their_numbers():
     net = classifier(num_labels=2, problem_type=MULTI)
     assert label_reader(net, ["0.0,1.0"])("0.0,1.0") == [0.0, 1.0]
     assert label_reader(net, ["1"])("1") == [0.0, 1.0]

@@ -1,12 +1,8 @@
 """Tasks of lm-eval: local files of tasks on tiny models, against numbers worked out here."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings
-from pathlib import Path
-from typing import Any
 
 import lm_eval
 import pytest
@@ -21,10 +17,7 @@ from headprune.evaluation.tasks import refuse_tasks
 from headprune.regression.check import check
 from tests import tiny
 
-FAST: dict[str, Any] = {
-    **{"seq_len": 16, "resamples": 200, "speed": False, "max_windows": 6},
-    **{"last_words": 0},
-}
+FAST = {**{"seq_len": 16, "resamples": 200, "speed": False, "max_windows": 6}, **{"last_words": 0}}
 ROWS = [
     {"context": tiny.text(5, seed=n), "choices": [f"w{n}", f"w{n + 20}"], "answer": n % 2}
     for n in range(12)
@@ -45,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # those of lm-eval are its o
 
 
 @pytest.fixture
-def task_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def task_file(tmp_path, monkeypatch):
     """A task of twelve questions with two answers each."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "tasks"
@@ -56,7 +49,7 @@ def task_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def answered(case: str) -> list[float]:
+def answered(case):
     """Which questions a tiny model answers right."""
     model, words, right = tiny.model(case), tiny.tokenizer(), []
     for row in ROWS:
@@ -67,9 +60,7 @@ def answered(case: str) -> list[float]:
     return right
 
 
-def test_scores_are_those_of_the_model(
-    task_file: Path, llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_scores_are_those_of_the_model(task_file, llama_folder, text_file, tmp_path):
     other = tiny.save(tiny.model("llama-mha"), tmp_path / "other")
     data = DataConfig(source=str(text_file))
     config = EvaluateConfig(**FAST, tasks=str(task_file))
@@ -90,17 +81,11 @@ def test_scores_are_those_of_the_model(
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("key", ["acc,none", "acc_stderr,none"])
 def test_a_score_that_is_no_number_leaves_a_report_that_can_be_read(
-    key: str,
-    number: float,
-    task_file: Path,
-    llama_folder: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    key, number, task_file, llama_folder, text_file, tmp_path, monkeypatch
+):
     run = lm_eval.simple_evaluate
 
-    def broken(*given: Any, **settings: Any) -> Any:
+    def broken(*given, **settings):
         results = run(*given, **settings)
         assert results is not None
         results["results"]["tiny_choice"][key] = number
@@ -122,8 +107,8 @@ def test_a_score_that_is_no_number_leaves_a_report_that_can_be_read(
     assert Report.model_validate_json((tmp_path / "report.json").read_text()) == report
 
 
-def test_scores_can_be_limited(task_file: Path, llama_folder: Path, text_file: Path) -> None:
-    settings: dict[str, Any] = {
+def test_scores_can_be_limited(task_file, llama_folder, text_file):
+    settings = {
         **{"model": str(llama_folder), "data": str(text_file), "tasks": str(task_file.parent)},
         **{"seq_len": 16, "max_windows": 6, "resamples": 1000, "against": str(llama_folder)},
     }
@@ -138,12 +123,12 @@ def test_scores_can_be_limited(task_file: Path, llama_folder: Path, text_file: P
 
 
 @pytest.mark.slow  # lm-eval reads the files of all its tasks
-def test_a_misspelt_task_is_refused() -> None:
+def test_a_misspelt_task_is_refused():
     with pytest.raises(HeadpruneError, match=r"--tasks lambada_opena: .*Did you mean 'lambada_op"):
         refuse_tasks(["lambada_opena"])
 
 
-def test_files_without_a_task_are_refused(tmp_path: Path) -> None:
+def test_files_without_a_task_are_refused(tmp_path):
     with pytest.raises(HeadpruneError, match="there is no such file"):
         refuse_tasks([str(tmp_path / "a.yaml")])
     (tmp_path / "a.yaml").write_text("x: 1")
@@ -153,7 +138,7 @@ def test_files_without_a_task_are_refused(tmp_path: Path) -> None:
         refuse_tasks([str(tmp_path)])
 
 
-def test_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     refuse_tasks([])
     data = DataConfig(source=str(tmp_path / "none.txt"))
@@ -162,9 +147,7 @@ def test_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         evaluate("nowhere", data, EvaluateConfig(**FAST, tasks="lambada_openai"))
 
 
-def test_encoders_have_no_tasks_and_no_needles(
-    task_file: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_encoders_have_no_tasks_and_no_needles(task_file, text_file, tmp_path):
     folder, data = tiny.save(tiny.model("bert-mlm"), tmp_path / "bert"), str(text_file)
     for name, value in (("tasks", str(task_file)), ("needle", True)):
         with pytest.raises(HeadpruneError, match=f"--{name} is for models that generate"):

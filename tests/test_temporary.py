@@ -1,17 +1,14 @@
 """Temporary files leave nothing behind, however their process ends."""
 
-from __future__ import annotations
-
 import os
 import tempfile
-from pathlib import Path
 
 import pytest
 
 from headprune.io.temporary import temporary_file
 
 
-def test_a_temporary_file_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_file_has_no_name(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     file, path = temporary_file()
     os.pwrite(file, b"numbers", 0)

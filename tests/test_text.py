@@ -1,13 +1,10 @@
 """A text in three parts: sequences for calibration, and documents of several texts, mixed."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +18,11 @@ from headprune.config import CalibrationConfig, DataConfig
 from headprune.data.batches import calibration
 from headprune.data.text import Text, split
 from headprune.errors import DataError
-from headprune.model.batch import Batch
 from tests import tiny
 
 
 @given(st.data(), st.integers(0, 200))
-def test_parts_are_disjoint_and_even(data: st.DataObject, total: int) -> None:
+def test_parts_are_disjoint_and_even(data, total):
     fit = data.draw(st.integers(0, total))
     held_out = data.draw(st.none() | st.integers(1, 50))
     parts = split(total, fit, held_out)
@@ -42,14 +38,14 @@ def test_parts_are_disjoint_and_even(data: st.DataObject, total: int) -> None:
             assert not steps or max(steps) - min(steps) <= 1
 
 
-def collate(rows: list[dict[str, Any]]) -> Batch:
+def collate(rows):
     longest = max(len(row["input_ids"]) for row in rows)
     padded = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows]
     ids = torch.tensor(padded)
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-def text_of(lengths: list[int], tokens: int, whole: bool = False) -> Text:
+def text_of(lengths, tokens, whole=False):
     """Rows 5 ... 5 9: each ends with 9."""
     ids = [[5] * (length - 1) + [9] for length in lengths]
     marks = [[1] * length for length in lengths]
@@ -57,7 +53,7 @@ def text_of(lengths: list[int], tokens: int, whole: bool = False) -> Text:
     return Text.calibration(rows, collate, tokens, whole)
 
 
-def test_one_long_row_does_not_pad_all_others_to_its_length() -> None:
+def test_one_long_row_does_not_pad_all_others_to_its_length():
     fit = text_of([10] * 9 + [500], 10_000).fit
     ids = fit.whole()["input_ids"]
     assert ids.shape == (10, 118)  # twice the mean of 59
@@ -69,7 +65,7 @@ def test_one_long_row_does_not_pad_all_others_to_its_length() -> None:
     assert text_of([10, 12, 14, 20], 10_000).fit.tokens == 56  # of about one length
 
 
-def test_calibration_fits_on_its_budget_and_holds_out_what_is_left() -> None:
+def test_calibration_fits_on_its_budget_and_holds_out_what_is_left():
     text = text_of(([10] * 3 + [500]) * 16, 2_000)
     assert [len(part.rows) for part in (text.fit, text.choose, text.report)] == [27, 3, 3]
     for part in (text.choose, text.report):
@@ -83,12 +79,12 @@ def test_calibration_fits_on_its_budget_and_holds_out_what_is_left() -> None:
 @pytest.mark.parametrize(
     ("length", "batch_size", "sizes"), [(512, 8, 2), (4096, 4, 1), (128, 4, 4)]
 )
-def test_long_sequences_come_fewer_at_a_time(length: int, batch_size: int, sizes: int) -> None:
+def test_long_sequences_come_fewer_at_a_time(length, batch_size, sizes):
     fit = replace(text_of([length] * 4, 1 << 20).fit, batch_size=batch_size)
     assert [len(batch["input_ids"]) for batch in fit.batches()] == [sizes] * (4 // sizes)
 
 
-def test_documents_are_cut_in_calibration_and_pairs_are_not(tmp_path: Path) -> None:
+def test_documents_are_cut_in_calibration_and_pairs_are_not(tmp_path):
     config = CalibrationConfig(calibration_tokens=10_000, seq_len=128)
     lines = [tiny.text(6, i) for i in range(9)] + [tiny.text(60, 9)]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in lines))
@@ -102,7 +98,7 @@ def test_documents_are_cut_in_calibration_and_pairs_are_not(tmp_path: Path) -> N
     assert fit.longest is None and fit.whole()["labels"].shape[1] >= 60
 
 
-def test_the_text_that_ships_is_named_with_its_source() -> None:
+def test_the_text_that_ships_is_named_with_its_source():
     files = [Path(data.source) for data in texts.shipped().values()]
     source = (files[0].parent / "SOURCE.md").read_text(encoding="utf-8")
     assert len(files) == 6
@@ -113,7 +109,7 @@ def test_the_text_that_ships_is_named_with_its_source() -> None:
     assert "PSF LICENSE AGREEMENT" in (files[0].parent / "LICENSE-PSF.txt").read_text()
 
 
-def test_an_eighth_of_every_text_is_held_out_from_all_over_it(tmp_path: Path) -> None:
+def test_an_eighth_of_every_text_is_held_out_from_all_over_it(tmp_path):
     lines = [f"line {i:04d} of a text\n" for i in range(1600)]
     (tmp_path / "plain.txt").write_text("".join(lines))
     for name, count in (("rows", 80), ("few", 9)):
@@ -136,7 +132,7 @@ def test_an_eighth_of_every_text_is_held_out_from_all_over_it(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("short", ["choose", "report"])
-def test_each_held_out_part_needs_a_sequence(short: str) -> None:
+def test_each_held_out_part_needs_a_sequence(short):
     few, many = (
         (texts.Documents("t", (((tiny.text(words),), None),), plain=False),) for words in (3, 100)
     )
@@ -148,7 +144,7 @@ def test_each_held_out_part_needs_a_sequence(short: str) -> None:
     assert HeldOut(net, tokenizer, enough, seq_len=16, tokens=64, batch_size=4).tokens == 64
 
 
-def test_texts_are_mixed_in_equal_parts_as_far_as_they_reach(tmp_path: Path) -> None:
+def test_texts_are_mixed_in_equal_parts_as_far_as_they_reach(tmp_path):
     sizes = {"long": 400_000, "longer": 900_000, "short": 3_000}
     for name, size in sizes.items():
         lines = (f"{name} text {i:06d}\n" for i in range(size // 18))
@@ -166,7 +162,7 @@ def test_texts_are_mixed_in_equal_parts_as_far_as_they_reach(tmp_path: Path) -> 
         assert text.rows.index(part.rows[-1]) > 0.8 * len(text.rows)
 
 
-def test_sentences_are_rows() -> None:
+def test_sentences_are_rows():
     rows = ((("A first sentence of it. And a\nsecond one. No.",), None),)
     text = texts.Documents("t", rows, plain=True)
     assert [row[0] for row, _ in text.by_sentence().rows] == ["A first sentence of it."]

@@ -7,7 +7,6 @@ import json
 import re
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headprune import from_pretrained, packages, training
@@ -28,19 +27,14 @@ from headprune.gates.objectives import Distillation, labelled
 from headprune.gates.optimizer import GateOptimizer
 from headprune.gates.refitted import best_first, original_of, output_weights
 from headprune.gates.sparsity import ConstantPenalty, HeadTarget
-from headprune.gates.train_gates import GatesRun, train_gates
+from headprune.gates.train_gates import train_gates
 from headprune.gates.trainer import GatedModel, freeze, settled_rate
 from headprune.model.attention import attention_of
 from headprune.model.embedding import head_of
 from headprune.model.gating import fixed, gated
 from headprune.model.heads import output_rows
 from headprune.model.loading import load_tokenizer
-from headprune.model.losses import (
-    divergence,
-    kl_divergence,
-    recompute_activations,
-    relative_error,
-)
+from headprune.model.losses import divergence, kl_divergence, recompute_activations, relative_error
 from headprune.planning.choose import CutRequest
 from headprune.result.preview import preview
 from headprune.result.prune import prune
@@ -54,7 +48,7 @@ from tests import tiny
 from tests.marks import slow_unless
 
 
-def run(folder: Path, text: Path, output: Path, **settings: Any) -> GatesRun:
+def run(folder, text, output, **settings):
     rerun = Resuming(**{k: settings.pop(k) for k in ("resume", "overwrite") if k in settings})
     context = Context(**{name: settings.pop(name) for name in ("step", "line") if name in settings})
     defaults = {"target_heads": 0.5, "steps": 10, "batch_size": 4, "seq_len": 16}
@@ -84,15 +78,7 @@ TARGETS = [
         [(*target, method) for target in TARGETS for method in METHODS],
     ),
 )
-def test_the_target_is_hit_exactly(
-    case: str,
-    unit: Unit | None,
-    target: float | int,
-    kept: int,
-    method: Method,
-    text_file: Path,
-    tmp_path: Path,
-) -> None:
+def test_the_target_is_hit_exactly(case, unit, target, kept, method, text_file, tmp_path):
     folder = tiny.save(tiny.model(case), tmp_path / "model")
     settings = {"unit": unit, "target_heads": target, "method": method}
     result = run(folder, text_file, tmp_path / "gates", **settings)
@@ -103,7 +89,7 @@ def test_the_target_is_hit_exactly(
         assert pruned.manifest.proof.gated_vs_reloaded < 2e-5
 
 
-def plant_useless_heads(model: PreTrainedModel, heads: dict[int, list[int]]) -> None:
+def plant_useless_heads(model, heads):
     """Gives some heads hardly any values and the largest W_O: only what they do tells them."""
     for layer, attention in enumerate(attention_of(model)):
         output = weight_of(attention.output_projection)
@@ -120,7 +106,7 @@ def plant_useless_heads(model: PreTrainedModel, heads: dict[int, list[int]]) -> 
                             projection.module.bias[rows[head]] *= 1e-4
 
 
-def weight_of(projection: torch.nn.Module) -> torch.Tensor:
+def weight_of(projection):
     """A weight, output first."""
     weight = projection.get_parameter("weight")
     return weight if input_dim(projection) == 1 else weight.T
@@ -137,9 +123,7 @@ def weight_of(projection: torch.nn.Module) -> torch.Tensor:
         pytest.param("bert-mlm", Method.REFIT, marks=pytest.mark.slow),
     ],
 )
-def test_planted_useless_heads_are_the_ones_removed(
-    case: str, method: Method, text_file: Path, tmp_path: Path
-) -> None:
+def test_planted_useless_heads_are_the_ones_removed(case, method, text_file, tmp_path):
     model = tiny.model(case)
     planted = {0: [1, 4], 2: [0], 3: [2, 5]}
     plant_useless_heads(model, planted)
@@ -160,24 +144,22 @@ def test_planted_useless_heads_are_the_ones_removed(
     assert removed == planted
 
 
-def state_of(output: Path) -> dict[str, torch.Tensor]:
+def state_of(output):
     return load_file(output / "gates.safetensors")
 
 
-def test_a_stopped_run_leaves_a_checkpoint(
-    llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_stopped_run_leaves_a_checkpoint(llama_folder, text_file, tmp_path):
     import os
     import signal
 
-    def stop(step: int, *_: object) -> None:
+    def stop(step, *_):
         if step == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(Interrupted, match="Stopped after step 4 of 10.*--resume") as caught:
         run(llama_folder, text_file, tmp_path / "g", step=stop)
     assert caught.value.exit_code == 130
-    steps: list[int] = []
+    steps = []
     run(
         llama_folder,
         text_file,
@@ -188,9 +170,7 @@ def test_a_stopped_run_leaves_a_checkpoint(
     assert steps == [5, 6, 7, 8, 9, 10]
 
 
-def test_frozen_weights_do_not_move_and_trained_ones_do(
-    llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_frozen_weights_do_not_move_and_trained_ones_do(llama_folder, text_file, tmp_path):
     run(llama_folder, text_file, tmp_path / "frozen")
     assert not (tmp_path / "frozen" / "weights.safetensors").exists()
     run(llama_folder, text_file, tmp_path / "attention", train=Train.ATTENTION)
@@ -200,9 +180,7 @@ def test_frozen_weights_do_not_move_and_trained_ones_do(
     assert any(not torch.equal(weights[name], original[name]) for name in weights)
 
 
-def test_trained_weights_reach_the_pruned_model(
-    llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_trained_weights_reach_the_pruned_model(llama_folder, text_file, tmp_path):
     run(llama_folder, text_file, tmp_path / "g", train=Train.ALL, weight_lr=1e-2, target_heads=1.0)
     prune(llama_folder, tmp_path / "out", CutRequest(gates=tmp_path / "g"))
     trained = load_file(tmp_path / "g" / "weights.safetensors")["model.norm.weight"]
@@ -211,9 +189,7 @@ def test_trained_weights_reach_the_pruned_model(
     )
 
 
-def test_a_larger_constant_penalty_leaves_fewer_heads(
-    llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_larger_constant_penalty_leaves_fewer_heads(llama_folder, text_file, tmp_path):
     kept = [
         run(
             llama_folder,
@@ -229,9 +205,7 @@ def test_a_larger_constant_penalty_leaves_fewer_heads(
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "bert-mlm"])
-def test_gradient_checkpointing_changes_no_number(
-    case: str, text_file: Path, tmp_path: Path
-) -> None:
+def test_gradient_checkpointing_changes_no_number(case, text_file, tmp_path):
     folder = tiny.save(tiny.model(case), tmp_path / "model")
     plain = run(folder, text_file, tmp_path / "plain", seed=3)
     saved = run(folder, text_file, tmp_path / "saved", seed=3, gradient_checkpointing=True)
@@ -241,7 +215,7 @@ def test_gradient_checkpointing_changes_no_number(
     )
 
 
-def settled_gates(model: PreTrainedModel) -> Gates:
+def settled_gates(model):
     attentions = attention_of(model)
     gates = Gates(attentions, Unit.HEAD, 1.0, 2 / 3)
     gates.choose(range(0, len(gates.kept), 2))
@@ -249,12 +223,12 @@ def settled_gates(model: PreTrainedModel) -> Gates:
 
 
 @pytest.mark.parametrize("objective", ["labelled", "distill"])
-def test_losses_do_not_depend_on_batch_size(objective: str) -> None:
+def test_losses_do_not_depend_on_batch_size(objective):
     model = tiny.model("llama-gqa")
     gates, ids = settled_gates(model), torch.randint(5, tiny.VOCAB, (6, 11))
     loss = labelled if objective == "labelled" else Distillation(head_of(model))
 
-    def mean_loss(size: int, rows: torch.Tensor = ids) -> torch.Tensor:
+    def mean_loss(size, rows=ids):
         batches = [
             {"input_ids": part, "attention_mask": torch.ones_like(part), "labels": part}
             for part in rows.split(size)
@@ -268,21 +242,21 @@ def test_losses_do_not_depend_on_batch_size(objective: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_distillation_keeps_no_copies_of_logits(dtype: torch.dtype) -> None:
+def test_distillation_keeps_no_copies_of_logits(dtype):
     """They are as large as the vocabulary."""
     mask = torch.ones(2, 700)
     logits, target = (torch.randn(2, 700, 90).to(dtype).requires_grad_() for _ in range(2))
     target = target.detach()
     given = {x.untyped_storage().data_ptr() for x in (logits, target)}
-    kept: dict[int, int] = {}
+    kept = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in given:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def plain(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def plain(target, logits):
         both = [x.float().log_softmax(-1).flatten(0, 1) for x in (logits, target)]
         return F.kl_div(*both, reduction="batchmean", log_target=True)
 
@@ -298,7 +272,7 @@ def test_distillation_keeps_no_copies_of_logits(dtype: torch.dtype) -> None:
     assert not torch.allclose(gradients[0], wrong)
 
 
-def test_distillation_ignores_padding() -> None:
+def test_distillation_ignores_padding():
     target, logits = torch.randn(2, 5, 7), torch.randn(2, 5, 7)
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
     masked = kl_divergence(logits, target, mask)
@@ -311,7 +285,7 @@ def test_distillation_ignores_padding() -> None:
 
 
 @pytest.mark.parametrize("target", [0, 1, 11, 24])
-def test_the_target_is_met_within_the_bounds_of_gates(target: int) -> None:
+def test_the_target_is_met_within_the_bounds_of_gates(target):
     gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 0.0, 2 / 3)
     sparsity = HeadTarget(target, [1] * 24, warmup=0.0)
     with torch.no_grad():
@@ -322,7 +296,7 @@ def test_the_target_is_met_within_the_bounds_of_gates(target: int) -> None:
     assert gates.expected_heads().item() == pytest.approx(target, abs=1e-3)
 
 
-def test_a_constant_penalty_keeps_gates_within_their_bounds() -> None:
+def test_a_constant_penalty_keeps_gates_within_their_bounds():
     gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 0.0, 2 / 3)
     with torch.no_grad():
         gates.log_alpha.normal_(std=5)
@@ -330,8 +304,8 @@ def test_a_constant_penalty_keeps_gates_within_their_bounds() -> None:
     assert gates.log_alpha.abs().max().item() == pytest.approx(BOUND)
 
 
-def test_a_saturated_gate_still_has_a_gradient() -> None:
-    def moving(log_alpha: float) -> float:
+def test_a_saturated_gate_still_has_a_gradient():
+    def moving(log_alpha):
         gates = torch.full((1,), log_alpha, requires_grad=True)
         draws = hard_concrete.sample(gates, 2 / 3, draws=4000)
         return float(((draws > 0) & (draws < 1)).float().mean())
@@ -339,18 +313,16 @@ def test_a_saturated_gate_still_has_a_gradient() -> None:
     assert moving(BOUND) > 0.03 > moving(2 * BOUND)
 
 
-def test_weights_are_clipped_without_the_gates(
-    llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_clipped_without_the_gates(llama_folder, text_file, tmp_path, monkeypatch):
     norms, step = list[list[float]](), GateOptimizer.step
 
-    def freeze_loudly(scale: float, model: PreTrainedModel, *others: Any) -> None:
+    def freeze_loudly(scale, model, *others):
         freeze(model, *others)
         for weight in model.parameters():
             if weight.requires_grad:
                 weight.register_hook(lambda gradient: gradient * scale)
 
-    def record(optimizer: GateOptimizer, *_: Any) -> None:
+    def record(optimizer, *_):
         groups = [[p.grad for p in group["params"]] for group in optimizer.param_groups]
         ends = (torch.cat([g.flatten() for g in groups[i]]) for i in (0, 2))
         norms.append([float(each.norm()) for each in ends])
@@ -370,7 +342,7 @@ TEXT_CASES = [c for c in tiny.FAMILY_CASES if tiny.reads_text(c)]
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("case", slow_unless(tiny.one_per_row(TEXT_CASES).__contains__, TEXT_CASES))
-def test_open_gates_and_an_equal_student_have_no_divergence(case: str, recompute: bool) -> None:
+def test_open_gates_and_an_equal_student_have_no_divergence(case, recompute):
     """Functional dropout reads a flag of its layer, which recomputation reads as well."""
     net = tiny.model(case, **dict.fromkeys(tiny.dropouts(case), 0.4))
     student, teacher = copy.deepcopy(net), copy.deepcopy(net)
@@ -399,19 +371,19 @@ def test_open_gates_and_an_equal_student_have_no_divergence(case: str, recompute
         assert healed(batch).item() > 1e-4
 
 
-def test_the_target_falls_from_all_heads_during_the_warm_up() -> None:
+def test_the_target_falls_from_all_heads_during_the_warm_up():
     sparsity = HeadTarget(12, [1] * 24, warmup=0.5)
     assert [sparsity.target(done) for done in (0.0, 0.25, 0.5, 1.0)] == [24, 18, 12, 12]
     assert HeadTarget(12, [1] * 24, warmup=0.0).target(0.0) == 12
 
 
-def test_the_rates_of_factors_fall_once_the_heads_are_chosen() -> None:
+def test_the_rates_of_factors_fall_once_the_heads_are_chosen():
     assert [settled_rate(step, 12, 20) for step in (0, 11, 12, 16, 20)] == [1, 1, 1, 0.5, 0]
     assert [settled_rate(step, 0, 4) for step in (0, 2, 4)] == [1, 0.5, 0]
     assert settled_rate(5, 5, 5) == 1
 
 
-def test_the_most_open_gates_are_chosen_and_start_at_one() -> None:
+def test_the_most_open_gates_are_chosen_and_start_at_one():
     gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 3.0, 2 / 3)
     with torch.no_grad():
         gates.log_alpha.normal_(std=3)
@@ -423,7 +395,7 @@ def test_the_most_open_gates_are_chosen_and_start_at_one() -> None:
     assert gates.expected_heads() == gates.open_probability().sum() == 12
 
 
-def test_gates_share_one_scale_and_the_rest_does_not() -> None:
+def test_gates_share_one_scale_and_the_rest_does_not():
     gates, scale, weight = (nn.Parameter(torch.zeros(2)) for _ in range(3))
     optimizer = GateOptimizer(gates, scale, [weight], 1.0, 1.0, 1.0)
     for parameter in (gates, scale, weight):
@@ -437,16 +409,15 @@ def test_gates_share_one_scale_and_the_rest_does_not() -> None:
     assert torch.equal(gates, before)
 
 
-def test_one_step_does_not_outweigh_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def travelled() -> list[float]:
+def test_one_step_does_not_outweigh_all_others(monkeypatch):
+    def travelled():
         gates = nn.Parameter(torch.zeros(2))
         optimizer = GateOptimizer(gates, nn.Parameter(torch.zeros(1)), [], 1.0, 1.0, 1.0)
         usual, exploded = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1000.0])
         for gradient in [torch.zeros(2), *[usual] * 20, exploded, *[usual] * 20]:
             gates.grad = gradient
             optimizer.step()
-        found: list[float] = gates.detach().neg().tolist()
-        return found
+        return gates.detach().neg().tolist()
 
     steady, shaken = travelled()
     assert steady > 20 * shaken > 0
@@ -455,7 +426,7 @@ def test_one_step_does_not_outweigh_all_others(monkeypatch: pytest.MonkeyPatch) 
     assert shaken > steady / 5
 
 
-def test_a_draw_is_one_per_sequence_until_the_heads_are_chosen() -> None:
+def test_a_draw_is_one_per_sequence_until_the_heads_are_chosen():
     model = tiny.model("llama-gqa")
     gates = Gates(attention_of(model), Unit.KV_GROUP, 0.0, 2 / 3)
     gates.sample(3)
@@ -473,9 +444,7 @@ def test_a_draw_is_one_per_sequence_until_the_heads_are_chosen() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_preview_says_what_is_open(
-    method: Method, llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_preview_says_what_is_open(method, llama_folder, text_file, tmp_path):
     run(llama_folder, text_file, tmp_path / "g", method=method, steps=30)
     shown = preview(llama_folder, CutRequest(gates=tmp_path / "g"))
     (evidence,) = {shape.evidence for shape in shown.shapes[:1]}
@@ -487,13 +456,11 @@ def test_a_preview_says_what_is_open(
         assert set(part.keep) <= set(shown.plan.attentions[path].keep)
 
 
-def test_auto_refits_a_language_model_where_there_is_text_enough(
-    llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_auto_refits_a_language_model_where_there_is_text_enough(llama_folder, text_file, tmp_path):
     enough = tmp_path / "enough.txt"
     enough.write_text(tiny.text(6_000))
     encoder = tiny.save(tiny.model("bert-mlm"), tmp_path / "encoder")
-    rows: list[tuple[Path, Path, dict[str, Any], Method]] = [
+    rows = [
         (llama_folder, enough, {}, Method.REFIT),
         (llama_folder, text_file, {}, Method.L0),
         (llama_folder, enough, {"sparsity_warmup": 0.5}, Method.L0),
@@ -515,15 +482,15 @@ def test_auto_refits_a_language_model_where_there_is_text_enough(
 
 
 def test_a_refit_brings_the_gated_model_nearer_before_any_factor_moves(
-    llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+    llama_folder, text_file, tmp_path
+):
     settings = {
         "method": Method.REFIT,
         "objective": Objective.DISTILL,
         "steps": 1,
         "target_heads": 12,
     }
-    lines: list[str] = []
+    lines = []
     heard = {"line": lambda line, good=None: lines.append(line)}
     run(llama_folder, text_file, tmp_path / "g", scale_lr=1e-9, **settings, **heard)
     assert re.match(r"First heads are chosen .* [\d,]+ steps of training; 1 follow\.", lines[0])
@@ -536,7 +503,7 @@ def test_a_refit_brings_the_gated_model_nearer_before_any_factor_moves(
     wanted = net(**batch)
     closed = fixed(list(kept.float().repeat_interleave(2).split(6)))
 
-    def away() -> float:
+    def away():
         with torch.no_grad(), gated(attentions, closed):
             return float(divergence(net(**batch), wanted, batch, head_of(net)))
 
@@ -545,7 +512,7 @@ def test_a_refit_brings_the_gated_model_nearer_before_any_factor_moves(
     assert away() < 0.9 * without
 
 
-def test_half_of_each_loss(llama_folder: Path) -> None:
+def test_half_of_each_loss(llama_folder):
     net = from_pretrained(llama_folder)
     ids = torch.arange(32).reshape(2, 16) % 30
     batch = {"input_ids": ids, "labels": ids}
@@ -560,7 +527,7 @@ def test_half_of_each_loss(llama_folder: Path) -> None:
     torch.testing.assert_close(both, (own + apart) / 2)
 
 
-def test_a_teacher_shares_what_does_not_change(llama_folder: Path) -> None:
+def test_a_teacher_shares_what_does_not_change(llama_folder):
     net = from_pretrained(llama_folder)
     changed = output_weights(attention_of(net))
     teacher = original_of(net, changed)
@@ -579,9 +546,7 @@ def test_a_teacher_shares_what_does_not_change(llama_folder: Path) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
 )
-def test_a_refit_in_half_precision_is_that_of_float32(
-    dtype: torch.dtype, text_file: Path, tmp_path: Path
-) -> None:
+def test_a_refit_in_half_precision_is_that_of_float32(dtype, text_file, tmp_path):
     folder = tiny.save(tiny.model("llama-mha").to(dtype), tmp_path / "model")
     settings = {"method": Method.REFIT, "steps": 2, "target_heads": 12, "dtype": "bfloat16"}
     result = run(folder, text_file, tmp_path / "g", **settings)
@@ -600,9 +565,7 @@ def test_a_refit_in_half_precision_is_that_of_float32(
     assert pruned.plan.kept_heads == 12
 
 
-def test_refitted_gates_are_cut_as_they_were_fitted(
-    llama_folder: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_refitted_gates_are_cut_as_they_were_fitted(llama_folder, text_file, tmp_path):
     run(llama_folder, text_file, tmp_path / "g", method=Method.REFIT, target_heads=12)
     text, gates = DataConfig(source=str(text_file)), tmp_path / "g"
     prune(llama_folder, tmp_path / "same", CutRequest(gates=gates, keep=12))
@@ -614,7 +577,7 @@ def test_refitted_gates_are_cut_as_they_were_fitted(
     assert not (tmp_path / "other").exists()
 
 
-def test_text_too_short_for_a_refit_leaves_nothing(llama_folder: Path, tmp_path: Path) -> None:
+def test_text_too_short_for_a_refit_leaves_nothing(llama_folder, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text(tiny.text(60))
     with pytest.raises(HeadpruneError, match="method l0"):
@@ -624,16 +587,13 @@ def test_text_too_short_for_a_refit_leaves_nothing(llama_folder: Path, tmp_path:
     assert result.metadata.method is Method.L0
 
 
-def test_what_does_not_go_with_a_refit_is_said() -> None:
-    for settings in (
-        {"target_heads": None, "l0_penalty": 0.1},
-        {"train": Train.ATTENTION},
-    ):
+def test_what_does_not_go_with_a_refit_is_said():
+    for settings in ({"target_heads": None, "l0_penalty": 0.1}, {"train": Train.ATTENTION}):
         with pytest.raises(ValueError, match="--method"):
             TrainGatesConfig(**{"target_heads": 0.5, "method": Method.REFIT} | settings)
 
 
-def test_every_module_keeps_its_best_unit_where_it_must() -> None:
+def test_every_module_keeps_its_best_unit_where_it_must():
     scores, sizes = torch.tensor([9.0, 8.0, 7.0, 1.0, 2.0, 3.0, 0.0]), [1] * 7
     assert keep_best(scores.tolist(), sizes, 3) == [0, 1, 2]
     assert keep_best(best_first(scores, [3, 2, 2]).tolist(), sizes, 3) == [0, 4, 5]
@@ -647,13 +607,11 @@ class Dashboard(TrainerCallback):
     shown: list[tuple[int, dict[str, Any]]] = []  # noqa: RUF012  # emptied by the test
     logging_dir: str | None = None
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs=None, **kwargs):
         self.shown.append((state.global_step, logs))
 
 
-def test_a_dashboard_gets_the_numbers_of_every_step(
-    llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dashboard_gets_the_numbers_of_every_step(llama_folder, text_file, tmp_path, monkeypatch):
     monkeypatch.setitem(training.INTEGRATION_TO_CALLBACK, "wandb", Dashboard)
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     with pytest.raises(HeadpruneError, match="--report-to wandb needs wandb: pip install wandb"):

@@ -1,15 +1,12 @@
 """Parsed sentences: words and tokens, syntactic and rare-token heads, and files that are none."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import GPT2LMHeadModel, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.data.read import digest_of_data
@@ -22,7 +19,6 @@ from headprune.role.measure import roles
 from headprune.role.table import DIRECTED, offset_control
 from headprune.role.trees import read_trees
 from headprune.role.watch import watch
-from headprune.schemas.roles import HeadRoles
 from tests import planted, tiny
 from tests.test_cli import run
 
@@ -53,13 +49,13 @@ SENTENCES = """\
 """
 
 
-def _written(folder: Path, content: str = SENTENCES) -> str:
+def _written(folder, content=SENTENCES):
     path = folder / "trees.conllu"
     path.write_text(content, encoding="utf-8")
     return str(path)
 
 
-def test_words_are_found_in_their_text(tmp_path: Path) -> None:
+def test_words_are_found_in_their_text(tmp_path):
     first, second = read_trees(_written(tmp_path))
     words = [first.text[start:end] for start, end in first.spans]
     assert words == ["I", "do", "n't", "see", "naïve", "cafés", "."]
@@ -69,7 +65,7 @@ def test_words_are_found_in_their_text(tmp_path: Path) -> None:
     assert words == ["Il", "va", "du", "du", "lac"]
 
 
-def _tokenizer(kind: str, texts: list[str]) -> PreTrainedTokenizerFast:
+def _tokenizer(kind, texts):
     """Trained on the spot, with a vocabulary so small that words fall apart."""
     special = ["<pad>", "<s>", "[UNK]"]
     if kind == "byte-level BPE":
@@ -93,7 +89,7 @@ def _tokenizer(kind: str, texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize("kind", ["byte-level BPE", "WordPiece"])
-def test_tokens_belong_to_the_words_whose_letters_they_hold(kind: str, tmp_path: Path) -> None:
+def test_tokens_belong_to_the_words_whose_letters_they_hold(kind, tmp_path):
     trees = read_trees(_written(tmp_path))
     tokenizer = _tokenizer(kind, [tree.text for tree in trees])
     pieces = 0
@@ -114,7 +110,7 @@ def test_tokens_belong_to_the_words_whose_letters_they_hold(kind: str, tmp_path:
     assert pieces  # words of several tokens
 
 
-def test_attention_to_a_word_is_that_to_all_its_tokens() -> None:
+def test_attention_to_a_word_is_that_to_all_its_tokens():
     # three words; the last is of two tokens, and looks at the first, of two tokens as well
     belongs = torch.tensor([[[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 1]]]).bool()
     rows = [[1.0, 0, 0, 0, 0]] * 3 + [[0.2, 0.2, 0.3, 0.3, 0], [0.3, 0.2, 0.4, 0, 0.1]]
@@ -124,7 +120,7 @@ def test_attention_to_a_word_is_that_to_all_its_tokens() -> None:
         "relations": torch.tensor([[DIRECTED.index("nsubj-head"), DIRECTED.index("obj-head"), -1]]),
     }
 
-    def measured(weights: list[list[float]]) -> dict[str, float]:
+    def measured(weights):
         all_of, ids = torch.ones(1, 5, dtype=torch.bool), torch.arange(5)[None]
         attn = Attended(torch.tensor([[weights]]), all_of, all_of, ids, True, {}, facts=facts)
         sums, counts = ROLES["syntactic"].measure(attn)
@@ -138,7 +134,7 @@ def test_attention_to_a_word_is_that_to_all_its_tokens() -> None:
     assert measured(rows) == {"head-nsubj": 0, "head-obj": 1}
 
 
-def _sentences(count: int, partner: int = 30) -> str:
+def _sentences(count, partner=30):
     """Words w0 ... w29; the last is that of one before it and 30 more, and depends on it."""
     draw, parts = random.Random(0), []
     for _ in range(count):
@@ -155,7 +151,7 @@ def _sentences(count: int, partner: int = 30) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _told(model: PreTrainedModel, folder: Path, sentences: int = 150) -> list[HeadRoles]:
+def _told(model, folder, sentences=150):
     text = folder / "text.txt"
     text.write_text(tiny.text(600))
     trees = _written(folder, _sentences(sentences))
@@ -166,7 +162,7 @@ def _told(model: PreTrainedModel, folder: Path, sentences: int = 150) -> list[He
     return [head for module in record.modules for head in module.heads]
 
 
-def _planted() -> GPT2LMHeadModel:
+def _planted():
     model = planted.gpt2()
     planted.partner(model, 0, 0, by=30)
     planted.offset(model, 0, 1, by=3)
@@ -174,9 +170,7 @@ def _planted() -> GPT2LMHeadModel:
     return model
 
 
-def test_a_planted_syntactic_head_is_told_and_one_that_looks_at_an_offset_is_not(
-    tmp_path: Path,
-) -> None:
+def test_a_planted_syntactic_head_is_told_and_one_that_looks_at_an_offset_is_not(tmp_path):
     heads = _told(_planted(), tmp_path)
     score = heads[0].scores["syntactic"]
     assert (heads[0].role, score.variant, score.state) == ("syntactic", "head-nsubj", "over")
@@ -193,9 +187,7 @@ def test_a_planted_syntactic_head_is_told_and_one_that_looks_at_an_offset_is_not
     assert (fewer.state, fewer.variant) == ("under", "head-dep")
 
 
-def test_a_head_that_looks_at_rare_tokens_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_looks_at_rare_tokens_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(table, "FREQUENT", 30)
     heads = _told(_planted(), tmp_path)  # w30 to w59 are the rarest words
     assert heads[2].scores["rare-token"].score == pytest.approx(1)
@@ -206,7 +198,7 @@ def test_a_head_that_looks_at_rare_tokens_is_told(
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "t5"))
-def test_sentences_do_not_depend_on_their_batch(case: str, tmp_path: Path) -> None:
+def test_sentences_do_not_depend_on_their_batch(case, tmp_path):
     model, trees = tiny.model(case), _written(tmp_path, _sentences(20))
     on_trees = {name: role for name, role in ROLES.items() if role.on == "trees"}
     alone, together = [], []
@@ -223,7 +215,7 @@ def test_sentences_do_not_depend_on_their_batch(case: str, tmp_path: Path) -> No
     assert any(float(sums.sum()) > 0 for _, (sums, _) in alone)
 
 
-def test_slow_tokenizers_leave_syntax_out_and_small_models_refuse_it(tmp_path: Path) -> None:
+def test_slow_tokenizers_leave_syntax_out_and_small_models_refuse_it(tmp_path):
     model, config = tiny.model("llama-gqa"), RolesConfig(trees=_written(tmp_path, _sentences(4)))
     with pytest.warns(HeadpruneWarning, match="SimpleNamespace does not say where tokens stand"):
         assert trees_input(model, SimpleNamespace(is_fast=False), config) is None
@@ -234,14 +226,9 @@ def test_slow_tokenizers_leave_syntax_out_and_small_models_refuse_it(tmp_path: P
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [
-        ("Once upon a time\n", "'Once upon a time' has 1 columns"),
-        (None, "trees.conllu"),
-    ],
+    [("Once upon a time\n", "'Once upon a time' has 1 columns"), (None, "trees.conllu")],
 )
-def test_a_file_without_trees_is_refused(
-    content: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_without_trees_is_refused(content, said, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(tiny.text(600))
     if content is not None:

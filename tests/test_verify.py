@@ -1,17 +1,11 @@
 """Proving a folder again, migrating old ones, and folders that were tampered with."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 import headprune
 from headprune.config import ConvertConfig
@@ -23,7 +17,7 @@ from headprune.planning.choose import CutRequest
 from headprune.proof import equivalence
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import migrate, prune
-from headprune.result.verify import Verification, verify
+from headprune.result.verify import verify
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.schemas.records import Migration
 from headprune.surgery.cut import cut_heads, resolve
@@ -33,17 +27,17 @@ from tests.cutting import uneven_plan
 
 
 @pytest.fixture
-def result(llama_folder: Path, tmp_path: Path) -> Path:
+def result(llama_folder, tmp_path):
     """A tiny Llama, cut unevenly."""
     plan = uneven_plan(headprune.from_pretrained(llama_folder))
     return prune(llama_folder, tmp_path / "result", CutRequest(plan=plan)).output
 
 
-def failed(verification: Verification) -> list[str]:
+def failed(verification):
     return [check.name for check in verification.checks if not check.passed]
 
 
-def test_a_result_is_proven_again(result: Path, llama_folder: Path) -> None:
+def test_a_result_is_proven_again(result, llama_folder):
     verification = verify(result, against=llama_folder)
     assert verification.passed
     assert [check.name for check in verification.checks] == [
@@ -55,7 +49,7 @@ def test_a_result_is_proven_again(result: Path, llama_folder: Path) -> None:
     ]
 
 
-def test_a_changed_weight_is_seen_in_every_check(result: Path, llama_folder: Path) -> None:
+def test_a_changed_weight_is_seen_in_every_check(result, llama_folder):
     weights = load_file(result / "model.safetensors")
     name = next(n for n in weights if n.endswith("layers.1.self_attn.v_proj.weight"))
     weights[name][0] += 0.05
@@ -65,7 +59,7 @@ def test_a_changed_weight_is_seen_in_every_check(result: Path, llama_folder: Pat
     assert "model.safetensors was changed" in verification.checks[0].found
 
 
-def test_a_result_from_before_a_probe_is_proven_by_those_it_stored(result: Path) -> None:
+def test_a_result_from_before_a_probe_is_proven_by_those_it_stored(result):
     manifest = json.loads((result / "headprune.json").read_text())
     chunks = manifest["probe"]["outputs"].pop("logits_decoded_in_chunks")
     (result / "headprune.json").write_text(json.dumps(manifest))
@@ -76,7 +70,7 @@ def test_a_result_from_before_a_probe_is_proven_by_those_it_stored(result: Path)
     assert len(failed(verify(result))) == 2
 
 
-def test_a_native_result_needs_no_code_to_be_verified(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_native_result_needs_no_code_to_be_verified(llama_folder, tmp_path):
     model = headprune.from_pretrained(llama_folder)
     keep = {a.path: (0, 1, 4, 5) for a in attention_of(model)}
     parts = {p: AttentionPlan(query_heads=6, kv_heads=3, keep=k) for p, k in keep.items()}
@@ -87,7 +81,7 @@ def test_a_native_result_needs_no_code_to_be_verified(llama_folder: Path, tmp_pa
     assert verification.checks[-1].name == "AutoModelForCausalLM.from_pretrained"
 
 
-def test_the_wrong_base_is_refused(result: Path, tmp_path: Path) -> None:
+def test_the_wrong_base_is_refused(result, tmp_path):
     other = tiny.save(tiny.model("llama-mha"), tmp_path / "other")
     with pytest.raises(PlanError, match="Give the model it was made for"):
         verify(result, against=other)
@@ -101,10 +95,8 @@ def test_the_wrong_base_is_refused(result: Path, tmp_path: Path) -> None:
         torch.AcceleratorError("CUDA error: unspecified launch failure"),
     ],
 )
-def test_a_machine_that_gives_out_is_no_failed_check(
-    result: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: Any) -> None:
+def test_a_machine_that_gives_out_is_no_failed_check(result, error, monkeypatch):
+    def full(*arguments):
         raise error
 
     monkeypatch.setattr(probes, "probe", full)
@@ -112,12 +104,12 @@ def test_a_machine_that_gives_out_is_no_failed_check(
         verify(result)
 
 
-def test_what_headprune_did_not_write_is_not_verified(llama_folder: Path) -> None:
+def test_what_headprune_did_not_write_is_not_verified(llama_folder):
     with pytest.raises(CheckpointError, match="no headprune.json"):
         verify(llama_folder)
 
 
-def old_folder(model: PreTrainedModel, folder: Path, pruned: dict[int, list[int]]) -> Path:
+def old_folder(model, folder, pruned):
     """What prune_heads and save_pretrained of transformers 4 left."""
     config = model.config.to_dict()
     parts = {}
@@ -138,7 +130,7 @@ PRUNED = {0: [1, 4], 2: [0, 1, 2]}
 
 
 @pytest.mark.parametrize("case", ["bert-mlm", "gpt2", "distilbert", "vit"])
-def test_a_folder_of_transformers_4_loads_and_migrates(case: str, tmp_path: Path) -> None:
+def test_a_folder_of_transformers_4_loads_and_migrates(case, tmp_path):
     model = tiny.model(case)
     folder = old_folder(model, tmp_path / "old", PRUNED)
     inputs = probes.probe_inputs(model)
@@ -167,7 +159,7 @@ def test_a_folder_of_transformers_4_loads_and_migrates(case: str, tmp_path: Path
         headprune.from_pretrained(folder)
 
 
-def test_old_folders_that_make_no_sense(tmp_path: Path, llama_folder: Path) -> None:
+def test_old_folders_that_make_no_sense(tmp_path, llama_folder):
     folder = old_folder(tiny.model("gpt2"), tmp_path / "old", {1: [2]})
     config = json.loads((folder / "config.json").read_text())
     for pruned, message in (({"9": [0]}, "layer 9"), ({"0": [11]}, "head 11 of layer 0")):
@@ -179,8 +171,8 @@ def test_old_folders_that_make_no_sense(tmp_path: Path, llama_folder: Path) -> N
     assert not (tmp_path / "new").exists()
 
 
-def edit_config(change: Callable[[dict[str, object]], object]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
+def edit_config(change):
+    def apply(folder):
         config = json.loads((folder / "config.json").read_text())
         change(config)
         (folder / "config.json").write_text(json.dumps(config))
@@ -188,18 +180,18 @@ def edit_config(change: Callable[[dict[str, object]], object]) -> Callable[[Path
     return apply
 
 
-def truncate(folder: Path) -> None:
+def truncate(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
 
 
-def without_a_tensor(folder: Path) -> None:
+def without_a_tensor(folder):
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.2.self_attn.k_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def other_shapes(folder: Path) -> None:
+def other_shapes(folder):
     weights = load_file(folder / "model.safetensors")
     name = next(n for n in weights if n.endswith("layers.1.self_attn.k_proj.weight"))
     weights[name] = weights[name][:-10].clone()
@@ -218,9 +210,7 @@ def other_shapes(folder: Path) -> None:
     ],
     ids=["schema", "no layout", "no description", "tensor", "truncated", "shapes"],
 )
-def test_a_damaged_folder_is_refused_in_a_sentence(
-    damage: Callable[[Path], None], message: str, result: Path
-) -> None:
+def test_a_damaged_folder_is_refused_in_a_sentence(damage, message, result):
     headprune.from_pretrained(result)  # it was fine before
     damage(result)
     with pytest.raises(HeadpruneError) as error:
@@ -230,7 +220,7 @@ def test_a_damaged_folder_is_refused_in_a_sentence(
     assert not verify(result).passed
 
 
-def test_an_edited_runtime_runs_when_allowed(result: Path) -> None:
+def test_an_edited_runtime_runs_when_allowed(result):
     with (result / "modeling_headprune.py").open("a") as file:
         file.write("# edited\n")
     verification = verify(result)
@@ -239,7 +229,7 @@ def test_an_edited_runtime_runs_when_allowed(result: Path) -> None:
     assert failed(verify(result, trust_remote_code=True)) == ["hashes"]
 
 
-def test_code_that_is_not_ours_is_not_run(result: Path) -> None:
+def test_code_that_is_not_ours_is_not_run(result):
     (result / "foreign.py").write_text(f"open({str(result / 'ran')!r}, 'w').close()\n")
     edit_config(lambda c: c["auto_map"].update(AutoModelForCausalLM="foreign.LlamaForCausalLM"))(
         result
@@ -249,9 +239,7 @@ def test_code_that_is_not_ours_is_not_run(result: Path) -> None:
     assert not (result / "ran").exists()
 
 
-def test_code_beside_a_result_is_not_run(
-    result: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_beside_a_result_is_not_run(result, tmp_path, monkeypatch):
     """With code allowed, transformers runs custom_generate/generate.py of a folder as well."""
     monkeypatch.chdir(tmp_path)
     code = result / "custom_generate"
@@ -265,13 +253,11 @@ def test_code_beside_a_result_is_not_run(
     assert "custom_generate/generate.py is not in headprune.json" in verification.checks[0].found
 
 
-def test_a_copy_that_is_loaded_holds_what_was_hashed(
-    result: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_is_loaded_holds_what_was_hashed(result, monkeypatch):
     seen = []
     original = transformers.AutoModelForCausalLM.from_pretrained
 
-    def load(folder: Path, **kwargs: object) -> object:
+    def load(folder, **kwargs):
         seen.append({file.name: file.is_symlink() for file in folder.iterdir()})
         return original(folder, **kwargs)
 
@@ -285,17 +271,17 @@ def test_a_copy_that_is_loaded_holds_what_was_hashed(
     assert "model.safetensors.index.json" in seen[1]
 
 
-def shard_whole(folder: Path) -> None:
+def shard_whole(folder):
     headprune.from_pretrained(folder).save_pretrained(folder, max_shard_size="50KB")
     (folder / "model.safetensors").unlink(missing_ok=True)
 
 
-def forget(name: str) -> Callable[[dict[str, Any]], object]:
+def forget(name):
     return lambda manifest: manifest["files"].pop(name)
 
 
-def edit_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
+def edit_manifest(change):
+    def apply(folder):
         manifest = json.loads((folder / "headprune.json").read_text())
         change(manifest)
         (folder / "headprune.json").write_text(json.dumps(manifest))
@@ -315,16 +301,14 @@ def edit_manifest(change: Callable[[dict[str, Any]], object]) -> Callable[[Path]
     ],
     ids=["file", "weights", "no weights", "no config", "missing", "name"],
 )
-def test_files_and_their_record_agree(
-    damage: Callable[[Path], None], found: str, result: Path
-) -> None:
+def test_files_and_their_record_agree(damage, found, result):
     damage(result)
     hashes = verify(result).checks[0]
     assert not hashes.passed
     assert found in hashes.found
 
 
-def test_cards_and_hidden_files_are_the_users_own(result: Path) -> None:
+def test_cards_and_hidden_files_are_the_users_own(result):
     (result / "README.md").write_text("mine")
     (result / ".gitattributes").touch()
     for name in (".git", ".cache"):
@@ -333,8 +317,8 @@ def test_cards_and_hidden_files_are_the_users_own(result: Path) -> None:
     assert verify(result).passed
 
 
-def test_the_tolerance_is_not_the_manifests(result: Path, llama_folder: Path) -> None:
-    def change(manifest: dict[str, Any]) -> None:
+def test_the_tolerance_is_not_the_manifests(result, llama_folder):
+    def change(manifest):
         manifest["proof"]["tolerance"] = 1e9
         stored = manifest["probe"]["outputs"]["logits"]
         stored["values"] = [value + 0.01 * stored["largest"] for value in stored["values"]]
@@ -357,9 +341,7 @@ def test_the_tolerance_is_not_the_manifests(result: Path, llama_folder: Path) ->
         ({"rounding": 1e3, "tolerance": 4e3}, "a proof that shows nothing"),
     ],
 )
-def test_the_recorded_proof_is_judged_anew(
-    recorded: dict[str, Any], told: str, result: Path
-) -> None:
+def test_the_recorded_proof_is_judged_anew(recorded, told, result):
     assert verify(result).passed
     edit_manifest(lambda manifest: manifest["proof"].update(recorded))(result)
     verification = verify(result)
@@ -367,8 +349,8 @@ def test_the_recorded_proof_is_judged_anew(
     assert told in verification.checks[0].found
 
 
-def test_a_recorded_half_precision_loosens_nothing(result: Path) -> None:
-    def change(manifest: dict[str, Any]) -> None:
+def test_a_recorded_half_precision_loosens_nothing(result):
+    def change(manifest):
         manifest["proof"]["dtype"] = "bfloat16"
         stored = manifest["probe"]["outputs"]["logits"]
         stored["values"] = [value + 0.01 * stored["largest"] for value in stored["values"]]
@@ -378,9 +360,7 @@ def test_a_recorded_half_precision_loosens_nothing(result: Path) -> None:
     assert not checks[1].passed and "2e-05 allowed" in checks[1].found
 
 
-def test_what_rounding_explains_is_measured_where_it_matters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_rounding_explains_is_measured_where_it_matters(monkeypatch):
     model = tiny.model("llama-gqa")
     inputs = probes.probe_inputs(model)
     outputs = probes.probe(model, inputs)
@@ -395,9 +375,7 @@ def test_what_rounding_explains_is_measured_where_it_matters(
     assert 0 < equivalence.allowed(model, inputs, outputs, 1.0) < 1e-3
 
 
-def test_a_converted_result_says_why_it_is_compared_with_nothing(
-    llama_folder: Path, tmp_path: Path
-) -> None:
+def test_a_converted_result_says_why_it_is_compared_with_nothing(llama_folder, tmp_path):
     config = ConvertConfig(kv_heads=1)
     folder = convert_gqa(llama_folder, tmp_path / "mqa", config).pruned.output
     verification = verify(folder, against=llama_folder)
@@ -406,10 +384,8 @@ def test_a_converted_result_says_why_it_is_compared_with_nothing(
     assert verification.checks[-1].name == f"what stays of {llama_folder}"
 
 
-def test_ids_stay_those_of_the_original_after_a_plain_cut(
-    llama_folder: Path, tmp_path: Path
-) -> None:
-    def keep(folder: Path, heads: tuple[int, ...], output: Path) -> Path:
+def test_ids_stay_those_of_the_original_after_a_plain_cut(llama_folder, tmp_path):
+    def keep(folder, heads, output):
         parts = {
             a.path: AttentionPlan(query_heads=a.query_heads, kv_heads=a.kv_heads, keep=heads)
             for a in attention_of(headprune.from_pretrained(folder))
@@ -432,9 +408,7 @@ def test_ids_stay_those_of_the_original_after_a_plain_cut(
         keep(once, (0, 1), tmp_path / "gone")
 
 
-def test_only_what_belongs_to_a_tokenizer_goes_with_a_result(
-    llama_folder: Path, tmp_path: Path
-) -> None:
+def test_only_what_belongs_to_a_tokenizer_goes_with_a_result(llama_folder, tmp_path):
     (llama_folder / "secrets.json").write_text("{}")
     (llama_folder / "checkpoint-5").mkdir()
     (llama_folder / "checkpoint-5" / "config.json").write_text("{}")
@@ -447,7 +421,7 @@ def test_only_what_belongs_to_a_tokenizer_goes_with_a_result(
     assert not {"secrets.json", "checkpoint-5"} & names
 
 
-def test_from_pretrained_takes_the_usual_arguments(llama_folder: Path, tmp_path: Path) -> None:
+def test_from_pretrained_takes_the_usual_arguments(llama_folder, tmp_path):
     load = headprune.from_pretrained
     assert load(llama_folder, torch_dtype=torch.bfloat16).dtype is torch.bfloat16
     assert load(llama_folder, output_attentions=True).config.output_attentions is True

@@ -1,9 +1,6 @@
 """export --to vllm: a folder that passes vLLM's checks of a model."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +20,7 @@ from tests.test_regularise import IDS, cut, shaped
 
 @pytest.mark.parametrize("shape", ["ragged", "empty", "uneven", "whole"])
 @pytest.mark.parametrize("case", ["llama-gqa", "qwen2"])
-def test_the_folder_computes_the_same_and_dispatches_every_layer(
-    case: str, shape: str, tmp_path: Path
-) -> None:
+def test_the_folder_computes_the_same_and_dispatches_every_layer(case, shape, tmp_path):
     folder, out = tmp_path / "m", tmp_path / "out"
     model = shaped(folder, case, shape)
     record = headprune.export(folder, out, to="vllm").record
@@ -42,7 +37,7 @@ def test_the_folder_computes_the_same_and_dispatches_every_layer(
 
 
 @pytest.mark.parametrize("case", ["gpt2", "gpt_neox", "mixtral", "granitemoe", "llava"])
-def test_other_families(case: str, tmp_path: Path) -> None:
+def test_other_families(case, tmp_path):
     """No KV heads in the config, other names on disk, experts that are fused on the way, images."""
     model = tiny.model(case).double()
     folder = tiny.save(model, tmp_path / "m")
@@ -56,7 +51,7 @@ def test_other_families(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [("ragged", torch.float32), ("empty", torch.bfloat16)])
-def test_experts_of_a_cut_model_are_copied(shape: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_experts_of_a_cut_model_are_copied(shape, dtype, tmp_path):
     model = tiny.model("mixtral", dtype)
     plan = ragged_plan(model) if shape == "ragged" else uneven_plan(model, 0, 2)
     cut_heads(model, resolve(plan, model, ragged=True))
@@ -73,7 +68,7 @@ def test_experts_of_a_cut_model_are_copied(shape: str, dtype: torch.dtype, tmp_p
     assert (served(IDS).logits - given(IDS).logits).abs().max() > 1e-3
 
 
-def test_a_folder_without_one_of_its_tensors_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_one_of_its_tensors_is_refused(tmp_path):
     folder = tiny.save(tiny.model("mixtral"), tmp_path / "m")
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -93,16 +88,14 @@ def test_a_folder_without_one_of_its_tensors_is_refused(tmp_path: Path) -> None:
         ("bert-mlm", "a BertForMaskedLM generates no text"),
     ],
 )
-def test_a_model_that_the_backend_cannot_run_is_refused(
-    case: str, message: str, tmp_path: Path
-) -> None:
+def test_a_model_that_the_backend_cannot_run_is_refused(case, message, tmp_path):
     folder = tiny.save(tiny.model(case), tmp_path / "m")
     with pytest.raises(PlanError, match=message):
         headprune.export(folder, tmp_path / "out", to="vllm")
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_counts_in_the_config_are_noticed(tmp_path: Path) -> None:
+def test_wrong_counts_in_the_config_are_noticed(tmp_path):
     cut(tmp_path / "m", "llama-gqa")
     headprune.export(tmp_path / "m", tmp_path / "out", to="vllm")
     file = tmp_path / "out" / "config.json"

@@ -1,13 +1,9 @@
 """The host never waits for a GPU within a step: the meta device refuses to say any number."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +16,9 @@ from headprune.evidence.statistics import IN_PASS, collect
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, labelled
 from headprune.gates.optimizer import GateOptimizer
-from headprune.gates.sparsity import ConstantPenalty, HeadTarget, Sparsity
+from headprune.gates.sparsity import ConstantPenalty, HeadTarget
 from headprune.gates.trainer import GateCallback, GatedModel, GateTrainer
 from headprune.model.attention import attention_of
-from headprune.model.batch import Batch
 from headprune.model.embedding import head_of
 from headprune.model.gating import gated
 from headprune.tensors.units import Unit
@@ -31,7 +26,7 @@ from tests import tiny
 
 
 @pytest.fixture
-def net(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
+def net(monkeypatch):
     """A model on a device that has no numbers; transformers does not look at its masks."""
     monkeypatch.setattr(devices, "chosen", lambda: torch.device("meta"))
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: None)
@@ -42,20 +37,18 @@ def net(monkeypatch: pytest.MonkeyPatch) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).eval()
 
 
-def batches(count: int, device: str = "cpu") -> list[Batch]:
+def batches(count, device="cpu"):
     ids = torch.zeros(2, 8, dtype=torch.long)
     mask = torch.ones_like(ids)
     mask[1, 5:] = 0
-    batch: Batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
-    moved: Any = {name: value.to(device) for name, value in batch.items()}
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+    moved = {name: value.to(device) for name, value in batch.items()}
     return [moved] * count
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_scoring_asks_the_device_once(
-    asks: bool, net: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[list[str]] = []
+def test_scoring_asks_the_device_once(asks, net, monkeypatch):
+    taken = []
     monkeypatch.setattr(statistics._Sums, "finished", lambda *arguments: {})
     monkeypatch.setattr(
         statistics._Finite, "confirm", lambda self: taken.append(list(self._sentences))
@@ -63,13 +56,13 @@ def test_scoring_asks_the_device_once(
     if asks:  # as a look at the numbers of every batch would
         finish = statistics._Collector.finish
 
-        def curious(self: Any, *arguments: Any) -> None:
+        def curious(self, *arguments):
             finish(self, *arguments)
             bool(self.sums[0].gradients[-1].isfinite().all())
 
         monkeypatch.setattr(statistics._Collector, "finish", curious)
 
-    def scored() -> None:
+    def scored():
         collect(net, attention_of(net), batches(3), IN_PASS)
 
     if asks:
@@ -81,7 +74,7 @@ def test_scoring_asks_the_device_once(
         assert [len(each) for each in taken] == [2 * 3 * len(attention_of(net))]
 
 
-SPARSITIES: list[Callable[[int], Sparsity]] = [
+SPARSITIES = [
     lambda units: HeadTarget(units // 2, [1] * units, warmup=0.5),
     lambda units: ConstantPenalty(0.1, 4),
 ]
@@ -91,9 +84,7 @@ SPARSITIES: list[Callable[[int], Sparsity]] = [
 @pytest.mark.parametrize(
     ("objective", "asks"), [("labels", False), ("distillation", False), ("labels", True)]
 )
-def test_a_gate_step_asks_the_device_nothing(
-    asks: bool, objective: str, sparsity_of: Callable[[int], Sparsity], net: LlamaForCausalLM
-) -> None:
+def test_a_gate_step_asks_the_device_nothing(asks, objective, sparsity_of, net):
     attentions = attention_of(net)
     gates = Gates(attentions, Unit.HEAD, 2.0, 2 / 3).to("meta")
     sparsity = sparsity_of(len(gates.sizes))
@@ -101,13 +92,13 @@ def test_a_gate_step_asks_the_device_nothing(
     module, (batch,) = GatedModel(net, gates, loss), batches(1, "meta")
     net.requires_grad_(False)
     optimizer = GateOptimizer(gates.log_alpha, gates.scale, [], 0.1, 0.1, 0.1)
-    trainer: Any = GateTrainer.__new__(GateTrainer)  # Trainer itself puts nothing on this device
+    trainer = GateTrainer.__new__(GateTrainer)  # Trainer itself puts nothing on this device
     trainer.model, trainer.sparsity, trainer.choosing = module, sparsity, 5
     trainer.args = SimpleNamespace(device=torch.device("cuda"))
     callback, state = GateCallback(trainer, print, bool), TrainerState(max_steps=9)
 
-    def step(number: int) -> dict[str, Any]:
-        value: Tensor = trainer.compute_loss(module, batch)
+    def step(number):
+        value = trainer.compute_loss(module, batch)
         value.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         if asks:
             value.item()
@@ -152,7 +143,7 @@ for source in (lambda position: None, gates.source, asking):
 
 
 @pytest.mark.slow
-def test_gates_do_not_break_a_compiled_graph() -> None:
+def test_gates_do_not_break_a_compiled_graph():
     """In a process of its own: here, types are checked as the code runs."""
     done = subprocess.run([sys.executable, "-c", BREAKS], capture_output=True, text=True)
     assert not done.returncode, done.stderr

@@ -1,11 +1,7 @@
 """The whole job on tiny models of every family that reads text, in bfloat16."""
 
-from __future__ import annotations
-
 import math
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +26,7 @@ NOT_MERGED = (
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def texts(tmp_path_factory):
     """Text for models that read one, and pairs for those that translate."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "text.txt").write_text(tiny.text(4_000))
@@ -40,7 +36,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {task: {"data": folder / "text.txt"} for task in TASKS} | {"seq2seq-lm": of_pairs}
 
 
-def measured(result: Path, original: Path, text: dict[str, Any]) -> None:
+def measured(result, original, text):
     """Verifies a result and evaluates it."""
     read = {**text, "data": str(text["data"])}
     assert headprune.verify(result, against=original).passed
@@ -49,7 +45,7 @@ def measured(result: Path, original: Path, text: dict[str, Any]) -> None:
     assert math.isfinite(report.model.metrics[0].value)
 
 
-def looked_into(result: Path, original: Path, text: dict[str, Any]) -> None:
+def looked_into(result, original, text):
     """Tells the roles of a result, and scores it to be cut again."""
     told, scores = (result.with_name(f"{what}-{result.name}") for what in ("roles", "scores"))
     headprune.roles(result, output=told, against=original, sequences=8, **LENGTH, **text)
@@ -59,7 +55,7 @@ def looked_into(result: Path, original: Path, text: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", slow_unless(ODD.__contains__, CASES))
-def test_the_whole_job(case: str, tmp_path: Path, texts: dict[str, dict[str, Any]]) -> None:
+def test_the_whole_job(case, tmp_path, texts):
     original = tiny.save(tiny.model(case, torch.bfloat16), tmp_path / "original")
     text = texts[tiny.task(case)]
     columns = {name: value for name, value in text.items() if name != "data"}

@@ -1,7 +1,5 @@
 """What is said at the terminal is true, and soon: results, missing folders, the hub, warnings."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
@@ -38,7 +36,7 @@ from tests.test_cli import refuses, run, succeeds
 UNEVEN, EVEN = "Uneven heads: loads with", "Heads that the stock class has no setting for: loads"
 
 
-def even_plan(folder: Path, removed: tuple[int, ...]) -> Plan:
+def even_plan(folder, removed):
     parts = {}
     for a in attention_of(headprune.from_pretrained(folder)):
         keep = tuple(head for head in a.query_ids if head not in removed)
@@ -47,9 +45,7 @@ def even_plan(folder: Path, removed: tuple[int, ...]) -> Plan:
 
 
 @pytest.mark.parametrize(("uneven", "said"), [(False, EVEN), (True, UNEVEN)])
-def test_even_heads_are_not_called_uneven(
-    uneven: bool, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_even_heads_are_not_called_uneven(uneven, said, tmp_path, capsys):
     """GPT-2 has no setting for heads of a size of their own, however even they are."""
     model = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(model), 0) if uneven else even_plan(model, (1,))
@@ -62,9 +58,7 @@ def test_even_heads_are_not_called_uneven(
     assert ("Uneven heads" in card) == uneven
 
 
-def test_an_even_conversion_is_not_called_uneven(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_even_conversion_is_not_called_uneven(tmp_path, capsys):
     model = tiny.save(tiny.model("gpt2"), tmp_path / "model")
     line = ("convert-gqa", model, "--kv-heads", 2, tmp_path / "out")
     out = succeeds(capsys, *line)
@@ -83,20 +77,14 @@ def test_an_even_conversion_is_not_called_uneven(
         ("inspect nope", "'nope': there is no such folder, and none of that name in the cache"),
     ],
 )
-def test_a_path_that_is_not_there(
-    line: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_path_that_is_not_there(line, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(tiny.text(200))
     refuses(capsys, message, *line.split())
 
 
 @pytest.mark.parametrize(("case", "auto"), [("t5", "Seq2SeqLM"), ("bart", "Seq2SeqLM")])
-def test_the_auto_class_is_the_one_of_the_task(case: str, auto: str, tmp_path: Path) -> None:
+def test_the_auto_class_is_the_one_of_the_task(case, auto, tmp_path):
     model = tiny.save(tiny.model(case), tmp_path / "model")
     plan = uneven_plan(headprune.from_pretrained(model))
     pruned = prune(model, tmp_path / "out", CutRequest(plan=plan))
@@ -105,7 +93,7 @@ def test_the_auto_class_is_the_one_of_the_task(case: str, auto: str, tmp_path: P
     assert verify(pruned.output).checks[-1].name == route
 
 
-def test_a_model_of_two_steps_is_compared_with_the_last(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_model_of_two_steps_is_compared_with_the_last(llama_folder, tmp_path):
     first = prune(
         llama_folder, tmp_path / "first", CutRequest(plan=even_plan(llama_folder, (0, 1)))
     ).output
@@ -121,14 +109,14 @@ def test_a_model_of_two_steps_is_compared_with_the_last(llama_folder: Path, tmp_
 
 
 @pytest.fixture
-def dead_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def dead_end(monkeypatch):
     """A hub that nobody answers at, and no time to wait for it."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
 
-    def no_time(seconds: float) -> None:
+    def no_time(seconds):
         raise AssertionError(f"waits {seconds} s to try again")
 
     monkeypatch.setattr(time, "sleep", no_time)
@@ -137,7 +125,7 @@ def dead_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("dead_end")
-def test_a_hub_that_is_not_reached_is_asked_once() -> None:
+def test_a_hub_that_is_not_reached_is_asked_once():
     cannot = re.escape("(http://127.0.0.1:9 cannot be reached: ")
     with pytest.raises(CheckpointError, match=f"'a/b': there is no such folder.*{cannot}"):
         load_config("a/b")
@@ -148,18 +136,16 @@ def test_a_hub_that_is_not_reached_is_asked_once() -> None:
 
 
 @pytest.mark.usefixtures("dead_end")
-def test_folders_ask_no_hub(llama_folder: Path) -> None:
+def test_folders_ask_no_hub(llama_folder):
     headprune.from_pretrained(llama_folder)
     assert hub._why_not.cache_info().misses == 0
 
 
-def test_uneven_heads_load_without_a_warning_of_transformers(
-    llama_folder: Path, tmp_path: Path
-) -> None:
-    told: list[str] = []
+def test_uneven_heads_load_without_a_warning_of_transformers(llama_folder, tmp_path):
+    told = []
 
     class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             told.append(record.getMessage())
 
     logger, handler = transformers_logging.get_logger("transformers"), Kept()
@@ -193,13 +179,8 @@ def test_uneven_heads_load_without_a_warning_of_transformers(
     ],
 )
 def test_a_pipe_gets_a_line_per_stage_and_no_bars(
-    line: str,
-    stages: list[str],
-    llama_folder: Path,
-    text_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    line, stages, llama_folder, text_file, monkeypatch, capsys
+):
     monkeypatch.chdir(text_file.parent)
     Path("plan.json").write_text('{"model.layers.1.self_attn": [0, 1]}')
     names = {"model": llama_folder, "text": text_file, "plan": "plan.json"}
@@ -211,7 +192,7 @@ def test_a_pipe_gets_a_line_per_stage_and_no_bars(
     assert "eta" not in err and "/?" not in err and "━" not in err
 
 
-def test_a_bar_starts_anew_with_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_starts_anew_with_every_stage(monkeypatch):
     drawn = io.StringIO()
     monkeypatch.setattr(
         terminal, "err", Console(file=drawn, force_terminal=True, width=120, color_system=None)
@@ -228,11 +209,11 @@ def test_a_bar_starts_anew_with_every_stage(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def test_without_a_terminal_a_line_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_a_line_says_how_far_it_is(monkeypatch):
     printed, heard = io.StringIO(), threading.Event()
 
     class Heard(Console):
-        def print(self, *text: Any, **how: Any) -> None:
+        def print(self, *text, **how):
             super().print(*text, **how)
             heard.set()
 
@@ -262,12 +243,7 @@ def test_without_a_terminal_a_line_says_how_far_it_is(monkeypatch: pytest.Monkey
         ((2, 8), (1, 5), "2/8, 2 min, about 6 min left here, about 58 min left in all"),
     ],
 )
-def test_what_is_left_is_said_where_it_is_known(
-    step: tuple[int, int],
-    parts: tuple[int, int] | None,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_is_left_is_said_where_it_is_known(step, parts, said, monkeypatch):
     now = 0.0
     monkeypatch.setattr(terminal.time, "monotonic", lambda: now)
     far = terminal._Far()
@@ -282,8 +258,8 @@ def test_what_is_left_is_said_where_it_is_known(
     assert far.said() == said
 
 
-def test_a_refit_tells_how_far_it_is(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
+def test_a_refit_tells_how_far_it_is(llama_folder, text_file, tmp_path):
+    told = []
     prune(
         llama_folder,
         tmp_path / "out",
@@ -314,16 +290,14 @@ def test_a_refit_tells_how_far_it_is(llama_folder: Path, text_file: Path, tmp_pa
         ([], [], ""),
     ],
 )
-def test_paths_are_shortened_by_what_they_share(
-    paths: list[str], names: list[str], pattern: str
-) -> None:
+def test_paths_are_shortened_by_what_they_share(paths, names, pattern):
     assert shown.shortened(paths) == (names, pattern)
     if pattern:
         assert [pattern.replace("*", name) for name in names] == paths
 
 
 @pytest.mark.parametrize(("heads", "short"), [(6, False), (48, True)])
-def test_names_of_modules_do_not_break(heads: int, short: bool) -> None:
+def test_names_of_modules_do_not_break(heads, short):
     paths = [f"vit.encoder.layer.{i}.attention.attention" for i in range(12)]
     part = AttentionPlan(query_heads=heads, kv_heads=heads, keep=tuple(range(heads)))
     drawn = io.StringIO()

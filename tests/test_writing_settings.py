@@ -1,10 +1,6 @@
 """The stored settings of generation, and the positions that a text has, decide what is written."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,6 @@ from transformers import (
     GenerationConfig,
     LEDConfig,
     LEDForConditionalGeneration,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
     WatermarkingConfig,
 )
@@ -27,7 +22,7 @@ from tests import tiny
 PROMPTS = [tiny.text(words, seed=words) for words in (1, 5, 3, 8, 2)]
 NEW = 6
 # settings that decide a greedy text
-KEPT: dict[str, Any] = {
+KEPT = {
     **{"min_length": 6, "min_new_tokens": 4, "num_beams": 3, "repetition_penalty": 1.9},
     **{"encoder_repetition_penalty": 1.9, "no_repeat_ngram_size": 1, "guidance_scale": 3.0},
     **{"bad_words_ids": [[7], [8, 9]], "renormalize_logits": True, "forced_bos_token_id": 9},
@@ -39,7 +34,7 @@ KEPT: dict[str, Any] = {
     **{"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": [3, 40], "decoder_start_token_id": 4},
 }
 # settings that decide none of it
-LEFT_OUT: dict[str, Any] = {
+LEFT_OUT = {
     **{"do_sample": True, "temperature": 0.1, "top_k": 2, "top_p": 0.2, "min_p": 0.5, "top_h": 0.4},
     **{"typical_p": 0.3, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "num_return_sequences": 3},
     **{"output_attentions": True, "output_hidden_states": True, "output_scores": True},
@@ -54,14 +49,14 @@ LEFT_OUT: dict[str, Any] = {
     **{"assistant_ensemble_weight": 0.5, "prompt_lookup_num_tokens": 3},
     **{"max_matching_ngram_size": 2, "speculation_type": "dflash", "diversity_penalty": 0.5},
 }
-REFUSED: dict[str, Any] = {
+REFUSED = {
     **{"penalty_alpha": 0.6, "dola_layers": "high", "constraints": [1], "force_words_ids": [[5]]},
     **{"token_healing": True, "num_beam_groups": 2},
 }
 CASES = ("llama-gqa", "bart")
 
 
-def stored(net: PreTrainedModel, **settings: Any) -> PreTrainedModel:
+def stored(net, **settings):
     """The model with settings of generation, as its file may hold them."""
     net.generation_config = GenerationConfig(
         pad_token_id=1, bos_token_id=2, eos_token_id=3, decoder_start_token_id=2
@@ -71,7 +66,7 @@ def stored(net: PreTrainedModel, **settings: Any) -> PreTrainedModel:
     return net
 
 
-def by_transformers(net: PreTrainedModel, tokenizer: Any, prompts: list[str]) -> list[str]:
+def by_transformers(net, tokenizer, prompts):
     """What ``generate`` alone writes, after one prompt at a time."""
     texts = []
     for prompt in prompts:
@@ -84,14 +79,14 @@ def by_transformers(net: PreTrainedModel, tokenizer: Any, prompts: list[str]) ->
     return texts
 
 
-def test_every_setting_of_transformers_is_one_of_three_kinds() -> None:
+def test_every_setting_of_transformers_is_one_of_three_kinds():
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert known - {"transformers_version"} == {*KEPT, *LEFT_OUT, *REFUSED, "stop_strings"}
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", KEPT)
-def test_settings_that_decide_a_text_are_kept(case: str, name: str) -> None:
+def test_settings_that_decide_a_text_are_kept(case, name):
     beams = {"num_beams": 3} if name in ("early_stopping", "length_penalty") else {}
     net = stored(tiny.model(case), **beams, **{name: KEPT[name]})
     tokenizer = tiny.tokenizer()
@@ -103,7 +98,7 @@ def test_settings_that_decide_a_text_are_kept(case: str, name: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_settings_that_decide_no_text_are_left_out(case: str, name: str) -> None:
+def test_settings_that_decide_no_text_are_left_out(case, name):
     net, tokenizer = stored(tiny.model(case)), tiny.tokenizer()
     wanted = by_transformers(net, tokenizer, PROMPTS)
     before = stored(net, **{name: LEFT_OUT[name]}).generation_config
@@ -113,7 +108,7 @@ def test_settings_that_decide_no_text_are_left_out(case: str, name: str) -> None
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_searches_are_refused(case: str, name: str) -> None:
+def test_other_searches_are_refused(case, name):
     net = stored(tiny.model(case), **{name: REFUSED[name]})
     with pytest.raises(CheckpointError, match=f"hold {name}, and text is written by greedy"):
         write(net, PROMPTS, tiny.tokenizer(), 4, NEW)
@@ -137,9 +132,7 @@ def test_other_searches_are_refused(case: str, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("case", CASES)
-def test_what_transformers_does_not_take_is_quoted(
-    case: str, name: str, value: Any, why: str
-) -> None:
+def test_what_transformers_does_not_take_is_quoted(case, name, value, why):
     net = stored(tiny.model(case), **{name: value})
     with pytest.raises(CheckpointError, match=f"does not write with the settings in .*: .*{why}"):
         write(net, PROMPTS, tiny.tokenizer(), 4, NEW)
@@ -147,7 +140,7 @@ def test_what_transformers_does_not_take_is_quoted(
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("name", "value"), [("eos_token_id", [3, 99_999]), ("pad_token_id", -1)])
-def test_ends_that_the_vocabulary_lacks_never_come(case: str, name: str, value: Any) -> None:
+def test_ends_that_the_vocabulary_lacks_never_come(case, name, value):
     net, tokenizer = stored(tiny.model(case)), tiny.tokenizer()
     wanted = by_transformers(net, tokenizer, PROMPTS)
     assert write(stored(net, **{name: value}), PROMPTS, tokenizer, 4, NEW) == wanted
@@ -155,7 +148,7 @@ def test_ends_that_the_vocabulary_lacks_never_come(case: str, name: str, value: 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pad", [1, 9])
-def test_what_fills_a_batch_behind_an_end_is_no_text(case: str, pad: int) -> None:
+def test_what_fills_a_batch_behind_an_end_is_no_text(case, pad):
     net, tokenizer = stored(tiny.model(case)), tiny.tokenizer()
     texts = by_transformers(net, tokenizer, PROMPTS)
     words = [text.split() for text in texts]
@@ -168,7 +161,7 @@ def test_what_fills_a_batch_behind_an_end_is_no_text(case: str, pad: int) -> Non
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_strings_may_end_a_text(case: str) -> None:
+def test_strings_may_end_a_text(case):
     pieces = ["<unk>", "<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     octets = Tokenizer(models.BPE(vocab={x: i for i, x in enumerate(pieces)}, merges=[]))
     octets.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -184,7 +177,7 @@ def test_strings_may_end_a_text(case: str) -> None:
     assert write(net, PROMPTS, tokenizer, 4, NEW) == wanted != first
 
 
-def test_a_picture_is_drawn_whatever_the_settings_say(tmp_path: Path) -> None:
+def test_a_picture_is_drawn_whatever_the_settings_say(tmp_path):
     folder = tiny.save(tiny.model("bart"), tmp_path / "model")
     wanted = [layer.queries.labels for layer in read_sentence(folder, PROMPTS[1]).layers]
     file = folder / "generation_config.json"
@@ -199,7 +192,7 @@ def test_a_picture_is_drawn_whatever_the_settings_say(tmp_path: Path) -> None:
         read_sentence(folder, PROMPTS[1])
 
 
-def led() -> PreTrainedModel:
+def led():
     torch.manual_seed(0)
     sizes = dict.fromkeys(("d_model", "encoder_ffn_dim", "decoder_ffn_dim"), 48)
     heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 6)
@@ -207,7 +200,7 @@ def led() -> PreTrainedModel:
     positions = {"max_encoder_position_embeddings": 24, "max_decoder_position_embeddings": 16}
     special = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "init_std": 0.1}
     config = LEDConfig(vocab_size=65, **sizes, **heads, **layers, **positions, **special)
-    net: PreTrainedModel = LEDForConditionalGeneration(config)
+    net = LEDForConditionalGeneration(config)
     return net.eval()
 
 
@@ -225,9 +218,7 @@ def led() -> PreTrainedModel:
         ("led", 60, 24, 16),
     ],
 )
-def test_prompt_and_answer_fit_into_the_positions(
-    case: str, tokens: int, reads: int, writes: int
-) -> None:
+def test_prompt_and_answer_fit_into_the_positions(case, tokens, reads, writes):
     sizes = {"max_seq_len": 24} if case == "mpt" else {"max_position_embeddings": 24}
     net = stored(led() if case == "led" else tiny.model(case, **sizes), eos_token_id=None)
     tokenizer, prompt = tiny.tokenizer(), tiny.text(tokens, seed=3)
@@ -243,7 +234,7 @@ def test_prompt_and_answer_fit_into_the_positions(
     assert len(short.split()) <= 6
 
 
-def test_a_model_without_room_is_refused() -> None:
+def test_a_model_without_room_is_refused():
     net = tiny.model("gpt2", max_position_embeddings=1)
     with pytest.raises(DataError, match="has 1 positions, too few for a prompt and an answer"):
         write(net, PROMPTS, tiny.tokenizer(), 4, 128)

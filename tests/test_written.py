@@ -1,11 +1,5 @@
 """Metrics of what a model writes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import jiwer
 import numpy as np
 import pytest
@@ -29,14 +23,14 @@ REFERENCES = ["the cat sat on the mat today", "hello world who are you", "a thir
 WRITES = ["the cat sat on a mat today", "hello world, who are you", "one line", "yes "]
 
 
-def rouge(name: str) -> Callable[[list[str], list[str]], float]:
+def rouge(name):
     scorer = RougeScorer([name])
     return lambda ours, theirs: float(
         np.mean([scorer.score(t, o)[name].fmeasure for o, t in zip(ours, theirs, strict=True)])
     )
 
 
-WHOLE: dict[str, Callable[[list[str], list[str]], float]] = {
+WHOLE = {
     "bleu": lambda ours, theirs: sacrebleu.corpus_bleu(ours, [theirs]).score,
     "chrf": lambda ours, theirs: sacrebleu.corpus_chrf(ours, [theirs]).score,
     "ter": lambda ours, theirs: sacrebleu.corpus_ter(ours, [theirs]).score,
@@ -52,7 +46,7 @@ WHOLE: dict[str, Callable[[list[str], list[str]], float]] = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_a_resample_is_what_the_package_says_of_its_texts(name: str) -> None:
+def test_a_resample_is_what_the_package_says_of_its_texts(name):
     columns, numbers = scores([name], WRITES, REFERENCES)
     statistic = Samples(columns).statistic(name)
     draws = np.array([[0, 1, 2, 3], [0, 0, 2, 3], [3, 1, 1, 0]])
@@ -65,14 +59,14 @@ def test_a_resample_is_what_the_package_says_of_its_texts(name: str) -> None:
         assert value != pytest.approx(WHOLE[name](*of), abs=1e-9)
 
 
-def test_the_names_of_settings_are_those_of_metrics() -> None:
+def test_the_names_of_settings_are_those_of_metrics():
     assert tuple(COUNTED) == WRITTEN and set(WRITTEN) <= set(METRICS)
     limits = ("bleu >= 20", "perplexity <= 9", "wer <= 0.2")
     config = CheckConfig(model="m", data="d", limits=limits).evaluate_config()
     assert config.metrics == ("bleu", "wer") and config.last_words == 0
 
 
-def translator(folder: Path, case: str = "marian") -> Path:
+def translator(folder, case="marian"):
     """A folder of an encoder-decoder, and ``data.tsv`` beside it with its own output."""
     net = tiny.model(case)
     tiny.save(net, folder)
@@ -85,7 +79,7 @@ def translator(folder: Path, case: str = "marian") -> Path:
 
 
 @pytest.mark.parametrize("case", ["marian", "bart"])
-def test_an_evaluation_compares_what_both_write(case: str, tmp_path: Path) -> None:
+def test_an_evaluation_compares_what_both_write(case, tmp_path):
     folder = translator(tmp_path / "model", case)
     cut = tiny.model(case)
     for attention in attention_of(cut):
@@ -119,7 +113,7 @@ def test_an_evaluation_compares_what_both_write(case: str, tmp_path: Path) -> No
     assert (recorded["metrics"], recorded["max_new_tokens"]) == ([*names], 12)
 
 
-def test_limits_on_what_is_written(tmp_path: Path) -> None:
+def test_limits_on_what_is_written(tmp_path):
     folder = translator(tmp_path / "model")
     limits = ("bleu >= 60", "exact_match >= 0.6", "wer <= 0.5", "bleu recovery >= 60 %")
     config = CheckConfig(
@@ -138,7 +132,7 @@ def test_limits_on_what_is_written(tmp_path: Path) -> None:
     assert {one.metric for one in few.limits if one.verdict.value == "broken"} >= {"bleu", "wer"}
 
 
-def test_prompts_are_padded_on_the_left(tmp_path: Path) -> None:
+def test_prompts_are_padded_on_the_left(tmp_path):
     model, tokenizer = tiny.model("llama-gqa"), tiny.tokenizer()
     prompts = [tiny.text(3 + number % 4, number) for number in range(9)]
     alone = write(model, prompts, tokenizer, 1, 6)
@@ -167,9 +161,7 @@ class Longest(evaluate.Metric):
 """
 
 
-def test_a_module_of_evaluate_is_read_where_code_may_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_of_evaluate_is_read_where_code_may_run(tmp_path, monkeypatch):
     module = tmp_path / "longest.py"
     module.write_text(MODULE)
     with pytest.raises(HeadpruneError, match="runs code that comes with it"):
@@ -196,9 +188,7 @@ def test_a_module_of_evaluate_is_read_where_code_may_run(
         ),
     ],
 )
-def test_what_cannot_be_compared_is_refused(
-    settings: dict[str, Any], why: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_compared_is_refused(settings, why, tmp_path):
     folder = translator(tmp_path / "model")
     if settings.pop("model", None):
         tiny.save(tiny.model("bert"), folder := tmp_path / "bert")
@@ -208,7 +198,7 @@ def test_what_cannot_be_compared_is_refused(
         evaluate(folder, data, EvaluateConfig(**settings, speed=False, seq_len=32))
 
 
-def test_a_missing_package_and_empty_texts_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_and_empty_texts_are_said(monkeypatch):
     with pytest.raises(DataError, match="wrote nothing after 4 prompts"):
         scores(["bleu"], ["", " ", "", ""], REFERENCES)
     monkeypatch.setattr(packages, "find_spec", lambda name: None)

@@ -1,16 +1,11 @@
 """Wrong cuts: none has a proof, however little the outputs show of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 from headprune.config import ProofOption, Writing
 from headprune.errors import ProofError
@@ -21,7 +16,7 @@ from headprune.proof import equivalence
 from headprune.result import write as streamed
 from headprune.result.prune import prune
 from headprune.result.verify import verify
-from headprune.runtime.modeling_headprune import Attention, input_dim
+from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.surgery.cut import Cut, cut_heads
 from headprune.tensors.units import Unit
@@ -38,9 +33,7 @@ ALL = list(product(CASES, SCALES, KINDS))
 
 
 @torch.no_grad()
-def small(
-    case: str, scale: float, dtype: torch.dtype = torch.float32
-) -> tuple[PreTrainedModel, int]:
+def small(case, scale, dtype=torch.float32):
     """A model with small weights in the W_O of one module, and which that is."""
     model = tiny.model(case, dtype)
     attentions = attention_of(model)
@@ -49,20 +42,20 @@ def small(
     return model, number
 
 
-def kept(attention: Attention, kv_positions: tuple[int, ...]) -> Cut:
+def kept(attention, kv_positions):
     """The cut that leaves some KV heads with their queries."""
     group = attention.query_heads // attention.kv_heads
     queries = tuple(kv * group + query for kv in kv_positions for query in range(group))
     return Cut(attention, queries, kv_positions, None, (group,) * len(kv_positions))
 
 
-def right(attention: Attention) -> Cut:
+def right(attention):
     """All but the first KV head stay."""
     return kept(attention, tuple(range(1, attention.kv_heads)))
 
 
 @torch.no_grad()
-def spoil(cut: Cut, kind: str, cuts: list[Cut], model: PreTrainedModel) -> None:
+def spoil(cut, kind, cuts, model):
     """Cuts a model, one module of it wrongly."""
     attention, number = cut.attention, cuts.index(cut)
     if kind == "heads":
@@ -82,12 +75,9 @@ def spoil(cut: Cut, kind: str, cuts: list[Cut], model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize(
     ("case", "scale", "kind"),
-    slow_unless(
-        lambda *row: (ALL.index(row) // len(KINDS) + KINDS.index(row[2])) % 7 == 0,
-        ALL,
-    ),
+    slow_unless(lambda *row: (ALL.index(row) // len(KINDS) + KINDS.index(row[2])) % 7 == 0, ALL),
 )
-def test_no_wrong_cut_has_a_proof(case: str, scale: float, kind: str) -> None:
+def test_no_wrong_cut_has_a_proof(case, scale, kind):
     model, number = small(case, scale)
     cuts = [right(attention) for attention in attention_of(model)]
     expected = equivalence.expect(model, cuts, decoded=False)
@@ -98,10 +88,9 @@ def test_no_wrong_cut_has_a_proof(case: str, scale: float, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "scale"),
-    slow_unless(lambda case, scale: scale == 1e-6, product(CASES, SCALES)),
+    ("case", "scale"), slow_unless(lambda case, scale: scale == 1e-6, product(CASES, SCALES))
 )
-def test_a_right_cut_of_small_weights_has_a_proof(case: str, scale: float) -> None:
+def test_a_right_cut_of_small_weights_has_a_proof(case, scale):
     model, _ = small(case, scale)
     cuts = [right(attention) for attention in attention_of(model)]
     expected = equivalence.expect(model, cuts, decoded=False)
@@ -110,7 +99,7 @@ def test_a_right_cut_of_small_weights_has_a_proof(case: str, scale: float) -> No
     assert equivalence.conclude(expected, cut).passed
 
 
-def test_a_module_without_heads_gives_nothing_but_its_bias() -> None:
+def test_a_module_without_heads_gives_nothing_but_its_bias():
     model = tiny.model("llama-gqa")
     first, *others = attention_of(model)
     cuts = [kept(first, ()), *(kept(a, (0, 1)) for a in others)]
@@ -126,7 +115,7 @@ def test_a_module_without_heads_gives_nothing_but_its_bias() -> None:
         equivalence.conclude(expected, bad)
 
 
-def as_plan(cuts: list[Cut]) -> Plan:
+def as_plan(cuts):
     parts = {
         cut.attention.path: AttentionPlan(
             query_heads=cut.attention.query_heads,
@@ -139,14 +128,12 @@ def as_plan(cuts: list[Cut]) -> Plan:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_failed_proof_writes_nothing(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_proof_writes_nothing(dtype, tmp_path, monkeypatch):
     model, number = small("llama-gqa", 1e-6, dtype)
     base = tiny.save(model, tmp_path / "model")
     request = CutRequest(plan=as_plan([right(a) for a in attention_of(model)]))
 
-    def wrongly(net: PreTrainedModel, cuts: list[Cut], *rest: Any) -> Any:
+    def wrongly(net, cuts, *rest):
         wrong = kept(cuts[number].attention, (0, 1))
         return cut_pieces(net, [*cuts[:number], wrong, *cuts[number + 1 :]], *rest)
 
@@ -158,7 +145,7 @@ def test_a_failed_proof_writes_nothing(
     assert not (tmp_path / "wrong").exists()
 
 
-def test_a_proof_that_shows_nothing_at_one_module_writes_nothing(tmp_path: Path) -> None:
+def test_a_proof_that_shows_nothing_at_one_module_writes_nothing(tmp_path):
     model = tiny.model("llama-mha")
     attentions = attention_of(model)
     with torch.no_grad():
@@ -175,7 +162,7 @@ def test_a_proof_that_shows_nothing_at_one_module_writes_nothing(tmp_path: Path)
     assert written.manifest.tensor_proof is not None
 
 
-def test_verify_compares_modules_with_the_original(tmp_path: Path) -> None:
+def test_verify_compares_modules_with_the_original(tmp_path):
     model, number = small("llama-gqa", 1e-6)
     attentions = attention_of(model)
     base = tiny.save(model, tmp_path / "model")

@@ -1,23 +1,18 @@
 """Results with one wrong value: none has a proof, when it is written or afterwards."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 import headprune
 from headprune.errors import ProofError
 from headprune.formats import pad, vllm
-from headprune.formats.source import ExportSource
 from headprune.io.folders import hashes_of
 from headprune.model import probes
 from headprune.model.attention import attention_of
@@ -33,9 +28,9 @@ _DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 _LLAVA_ID = 7  # of an image in a text
 
 
-def model(case: str) -> PreTrainedModel:
+def model(case):
     """A tiny model with windows, or with images in its texts."""
-    settings: dict[str, dict[str, Any]] = {
+    settings = {
         "mistral": {"sliding_window": 64},
         "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
         "gemma2": {"layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -45,10 +40,10 @@ def model(case: str) -> PreTrainedModel:
     return tiny.model(case, **settings.get(case, {}))
 
 
-def setting(value: Any, *names: str) -> Harm:
+def setting(value, *names):
     """Change a setting of config.json."""
 
-    def harm(folder: Path) -> None:
+    def harm(folder):
         file = folder / "config.json"
         content = part = json.loads(file.read_text())
         for name in names[:-1]:
@@ -60,10 +55,10 @@ def setting(value: Any, *names: str) -> Harm:
     return harm
 
 
-def gone(name: str) -> Harm:
+def gone(name):
     """Take a setting out of config.json."""
 
-    def harm(folder: Path) -> None:
+    def harm(folder):
         content = json.loads((folder / "config.json").read_text())
         del content[name]
         (folder / "config.json").write_text(json.dumps(content))
@@ -71,10 +66,10 @@ def gone(name: str) -> Harm:
     return harm
 
 
-def number(name: str) -> Harm:
+def number(name):
     """Change one number of a tensor, the last, by half of it."""
 
-    def harm(folder: Path) -> None:
+    def harm(folder):
         file = folder / "model.safetensors"
         weights = load_file(file)
         full = next(each for each in sorted(weights) if name in each)
@@ -84,12 +79,12 @@ def number(name: str) -> Harm:
     return harm
 
 
-def text_in(file: str) -> Harm:
+def text_in(file):
     """Change a file beside the weights."""
     return lambda folder: (folder / file).write_text((folder / file).read_text() + "\n ")  # type: ignore[return-value]
 
 
-SETTINGS: list[tuple[str, Harm]] = [
+SETTINGS = [
     ("mistral", setting(32, "sliding_window")),
     ("mistral", setting(None, "sliding_window")),
     ("llama-gqa", setting(_DYNAMIC, "rope_parameters")),
@@ -121,42 +116,38 @@ SETTINGS: list[tuple[str, Harm]] = [
     ("gpt_oss", setting(4.0, "rope_parameters", "factor")),
     ("gpt_oss", setting(1, "num_experts_per_tok")),
 ]
-TENSORS: list[tuple[str, Harm]] = [
+TENSORS = [
     *(("llama-gqa", number(f"1.self_attn.{name}_proj.{kind}")) for name, kind in (
         *(("q", "weight"), ("k", "weight"), ("v", "weight"), ("o", "weight")),
-        *(("q", "bias"), ("k", "bias"), ("v", "bias"), ("o", "bias")),
+        *(("q", "bias"), ("k", "bias"), ("v", "bias"), ("o", "bias"))
     )),
     *(("llama-gqa", number(name)) for name in (
         *("mlp.gate_proj", "mlp.down_proj", "input_layernorm", "model.norm"),
-        *("embed_tokens", "lm_head"),
+        *("embed_tokens", "lm_head")
     )),
     *(("qwen3", number(name)) for name in ("q_norm", "k_norm")),
     *(("gpt2", number(name)) for name in ("wte", "wpe", "ln_f", "c_fc.bias")),
     *(("bert-mlm", number(name)) for name in ("token_type", "position_emb", "predictions.bias")),
     *(("llava", number(name)) for name in ("patch_embedding", "vision_tower", "projector")),
-    *(("gpt_oss", number(name)) for name in ("sinks", "router", "experts")),
+    *(("gpt_oss", number(name)) for name in ("sinks", "router", "experts"))
 ]  # fmt: skip
-FILES: list[tuple[str, Harm]] = [
-    ("llama-gqa", text_in("tokenizer.json")),
-    ("llama-gqa", setting(9, "pad_token_id")),
-]
+FILES = [("llama-gqa", text_in("tokenizer.json")), ("llama-gqa", setting(9, "pad_token_id"))]
 WRONG = [*SETTINGS, *TENSORS, *FILES]
 
 
-def cut(base: Path, out: Path) -> Path:
+def cut(base, out):
     """A result without the first KV group of every module, or its first head."""
     attentions = attention_of(headprune.from_pretrained(base))
     first = {a.path: list(range(a.query_heads // a.kv_heads)) for a in attentions}
-    result: Path = headprune.prune(base, out, plan=first).output
-    return result
+    return headprune.prune(base, out, plan=first).output
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+def results(tmp_path_factory):
     """A model and a right result of every case, made once."""
 
     @cache
-    def made(case: str) -> tuple[Path, Path]:
+    def made(case):
         folder = tmp_path_factory.mktemp(case)
         base = tiny.save(model(case), folder / "model")
         return base, cut(base, folder / "out")
@@ -168,15 +159,13 @@ Results = Callable[[str], tuple[Path, Path]]
 
 
 @pytest.mark.parametrize("case", sorted({case for case, _ in WRONG}))
-def test_a_right_result_has_a_proof(case: str, results: Results) -> None:
+def test_a_right_result_has_a_proof(case, results):
     base, out = results(case)
     assert verify(out, against=base).passed
 
 
 @pytest.mark.parametrize(("case", "harm"), WRONG)
-def test_a_wrong_result_has_no_proof(
-    case: str, harm: Harm, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_result_has_no_proof(case, harm, results, tmp_path, monkeypatch):
     base, right = results(case)
     out = tmp_path / "out"
     shutil.copytree(right, out)
@@ -193,13 +182,11 @@ def test_a_wrong_result_has_no_proof(
     ("case", "harm"),
     [SETTINGS[0], SETTINGS[2], *(row for row in TENSORS if row[0] == "llava"), *FILES],
 )
-def test_a_wrong_result_is_not_written(
-    case: str, harm: Harm, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_result_is_not_written(case, harm, results, tmp_path, monkeypatch):
     base, _ = results(case)
     taken = writing._take_over
 
-    def wrongly(folder: Path, *rest: Any) -> None:
+    def wrongly(folder, *rest):
         taken(folder, *rest)
         harm(folder)
 
@@ -209,14 +196,14 @@ def test_a_wrong_result_is_not_written(
     assert not (tmp_path / "out").exists()
 
 
-def _window(net: PreTrainedModel) -> None:
+def _window(net):
     for module in net.modules():
         if getattr(module, "sliding_window", None):
             module.sliding_window = 32
     net.config.sliding_window = 32
 
 
-def _theta(kind: str, net: PreTrainedModel) -> None:
+def _theta(kind, net):
     for module in net.modules():
         if hasattr(module, "long_inv_freq"):
             module.long_inv_freq = module.long_inv_freq * 1.01
@@ -224,7 +211,7 @@ def _theta(kind: str, net: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _tower(name: str, net: PreTrainedModel) -> None:
+def _tower(name, net):
     for full, parameter in net.named_parameters():
         if name in full:
             parameter.normal_(0, 0.1)
@@ -251,9 +238,7 @@ _ROPES = {
     ],
     ids=["window", "dynamic", "longrope", "tower", "projector"],
 )
-def test_probes_reach_windows_ropes_and_towers(
-    case: str, settings: dict[str, Any], harm: Callable[[PreTrainedModel], None]
-) -> None:
+def test_probes_reach_windows_ropes_and_towers(case, settings, harm):
     net = tiny.model(case, **json.loads(json.dumps(settings)))
     cuts = [uncut(attention) for attention in attention_of(net)]
     expected = equivalence.expect(net, cuts)
@@ -265,9 +250,7 @@ def test_probes_reach_windows_ropes_and_towers(
         equivalence.conclude(expected, probes.probe(net, expected.inputs))
 
 
-def test_what_no_probe_reached_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_no_probe_reached_is_said(tmp_path, monkeypatch, capsys):
     from headprune.render import records
 
     monkeypatch.setattr(probes, "_WORK", 0)
@@ -281,9 +264,7 @@ def test_what_no_probe_reached_is_said(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_tensors_are_compared_in_half_precision(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_are_compared_in_half_precision(dtype, tmp_path, monkeypatch):
     base = tiny.save(model("llava").to(dtype), tmp_path / "model")
     out = cut(base, tmp_path / "out")
     number("vision_tower")(out)
@@ -295,13 +276,11 @@ def test_tensors_are_compared_in_half_precision(
     "harm", [setting(1e-3, "rms_norm_eps"), setting(7.0, "rope_theta"), number("mlp.gate_proj")]
 )
 @pytest.mark.parametrize("to", ["pad", "vllm"])
-def test_a_wrong_folder_for_an_engine_has_no_proof(
-    to: str, harm: Harm, llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module: Any = {"pad": pad, "vllm": vllm}[to]
+def test_a_wrong_folder_for_an_engine_has_no_proof(to, harm, llama_folder, tmp_path, monkeypatch):
+    module = {"pad": pad, "vllm": vllm}[to]
     write = module.write_checkpoint
 
-    def wrongly(source: ExportSource, folder: Path, *rest: Any) -> None:
+    def wrongly(source, folder, *rest):
         write(source, folder, *rest)
         harm(folder)
 
@@ -313,7 +292,7 @@ def test_a_wrong_folder_for_an_engine_has_no_proof(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_merge_leaves_alone_is_compared(llama_folder: Path, tmp_path: Path) -> None:
+def test_what_a_merge_leaves_alone_is_compared(llama_folder, tmp_path):
     out = tmp_path / "out"
     headprune.convert_gqa(llama_folder, out, kv_heads=1, merge="mean")
     assert verify(out, against=llama_folder).passed

@@ -5,14 +5,9 @@ hides; head counts are no powers of two, head_dim is not hidden / heads where a 
 and biases are not zero.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -30,12 +25,10 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
-    PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 import headprune
-from headprune.distillation.heal import Healed
 from headprune.family import FAMILIES, vision_language
 from headprune.model.batch import _TASKS
 
@@ -48,7 +41,7 @@ LAYERS = 4
 CASES = ("llama-mha", "llama-gqa", "llama-mqa", "gpt2", "bert-mlm", "bert-base")
 
 # Sizes, under every name that a config class gives them; each takes those that it has.
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": VOCAB,
     "decoder_vocab_size": VOCAB,
     "initializer_range": 0.1,
@@ -85,13 +78,13 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 32,
 }
 _NO_HEAD_DIM = {"num_key_value_heads": 6}
-_WAVES: dict[str, Any] = {
+_WAVES = {
     **{"conv_dim": [16] * 3, "conv_stride": [5, 4, 4], "conv_kernel": [10, 4, 4]},
     **{"num_feat_extract_layers": 3, "num_conv_pos_embeddings": 8},
     "num_conv_pos_embedding_groups": 4,
 }
 # What a family needs beyond SIZES, and the variants that its row covers with other code.
-DIFFERENCES: dict[str, dict[str, Any]] = {
+DIFFERENCES = {
     "llama-mha": {"num_key_value_heads": 6},
     "llama-mqa": {"num_key_value_heads": 1},
     "qwen2_moe": {"shared_expert_intermediate_size": 32},
@@ -102,10 +95,7 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "xglm": {"attention_heads": 6},
     "esm": {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 4},
     "eurobert": {"mask_token_id": 4},
-    "data2vec-vision": {
-        "use_shared_relative_position_bias": True,
-        "out_indices": [*range(LAYERS)],
-    },
+    "data2vec-vision": {"use_shared_relative_position_bias": True, "out_indices": [*range(LAYERS)]},
     "stablelm-qk_norm": {"qk_layernorm": True, "use_qkv_bias": True},
     "phi-qk_norm": {"qk_layernorm": True, "num_key_value_heads": 6, "head_dim": 8},
     "gpt2": {"n_embd": 60},
@@ -147,13 +137,13 @@ _ORDERS = {
     "sliding_first": ["sliding_attention", "full_attention"] * (LAYERS // 2),
     "full_first": ["full_attention", "sliding_attention"] * (LAYERS // 2),
 }
-WINDOWS: dict[str, dict[str, Any]] = {
+WINDOWS = {
     "sliding": {"use_sliding_window": True},
     **{name: {"use_sliding_window": True, "layer_types": o} for name, o in _ORDERS.items()},
 }
 
 
-def _present(case: str) -> bool:
+def _present(case):
     """Whether the installed transformers has the family, as its row describes it."""
     since = FAMILIES[family_of_case(case)].min_transformers
     return family_of_case(case) in CONFIG_MAPPING and (
@@ -161,12 +151,12 @@ def _present(case: str) -> bool:
     )
 
 
-def family_of_case(case: str) -> str:
+def family_of_case(case):
     """The model type of a case: the longest family name that it starts with."""
     return max((n for n in FAMILIES if case == n or case.startswith(f"{n}-")), key=len)
 
 
-def present(*cases: str) -> list[str]:
+def present(*cases):
     """Those of some cases that the installed transformers has."""
     return [case for case in cases if _present(case)]
 
@@ -174,12 +164,12 @@ def present(*cases: str) -> list[str]:
 _ALL_CASES = (*FAMILIES, *(case for case in DIFFERENCES if case not in (*FAMILIES, *CASES)))
 
 
-def one_per_row(cases: Iterable[str]) -> set[str]:
+def one_per_row(cases):
     """The first case of each row of the family table, the names of families aside, and variant.
 
     The code of headprune that families go through is the same where the rest of their rows is.
     """
-    first: dict[str, str] = {}
+    first = {}
     for case in cases:
         name = family_of_case(case)
         row = FAMILIES[name]
@@ -188,9 +178,9 @@ def one_per_row(cases: Iterable[str]) -> set[str]:
     return {*first.values()}
 
 
-def one_per_layout(cases: Iterable[str]) -> set[str]:
+def one_per_layout(cases):
     """The first case of each way in which projections hold heads, and a result can be written."""
-    first: dict[str, str] = {}
+    first = {}
     for case in cases:
         row = FAMILIES[family_of_case(case)]
         held = [{**each, "path": None} for each in row.for_runtime()["projections"]]
@@ -234,9 +224,7 @@ _KV_HEADS = (
 )
 
 
-def model(
-    case: str, dtype: torch.dtype = torch.float32, attn: str | None = None, **settings: Any
-) -> PreTrainedModel:
+def model(case, dtype=torch.float32, attn=None, **settings):
     """Builds one tiny model in eval mode; a case is a family, or a family and a variant."""
     torch.manual_seed(sum(map(ord, case)))
     built = _build(case, attn, settings)
@@ -249,12 +237,12 @@ def model(
     return built.to(dtype).eval()
 
 
-def task(case: str) -> str:
+def task(case):
     """The task of a tiny model, which need not be built: which tests take part is asked of all."""
     return _TASKS.get(_auto(case, config(case)).__name__, "features")
 
 
-def reads_text(case: str) -> bool:
+def reads_text(case):
     """Whether a tiny model reads text alone."""
     built = config(case)
     if case in VISION_LANGUAGE or not hasattr(built, "vocab_size"):
@@ -263,14 +251,14 @@ def reads_text(case: str) -> bool:
     return "input_ids" in inspect.signature(forward).parameters
 
 
-def dropouts(case: str) -> list[str]:
+def dropouts(case):
     """The settings of a family that name a probability of dropout."""
     built = config(case)
     names = [field.name for field in dataclasses.fields(built) if "drop" in field.name]
     return [name for name in names if isinstance(getattr(built, name), float)]
 
 
-def kv_heads(case: str) -> int:
+def kv_heads(case):
     """The KV heads of a tiny model's first attention module, by its config alone."""
     text = config(case).get_text_config(decoder=True)
     if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", 0):
@@ -279,11 +267,11 @@ def kv_heads(case: str) -> int:
     return next(int(count) for count in kv_heads if count)
 
 
-def _owner(built: nn.Module, name: str) -> nn.Module:
+def _owner(built, name):
     return built.get_submodule(name.rpartition(".")[0])
 
 
-def config(case: str, **settings: Any) -> Any:
+def config(case, **settings):
     """The config of a tiny model, with other settings if some are given."""
     name = family_of_case(case)
     cls = CONFIG_MAPPING[name]
@@ -295,13 +283,13 @@ def config(case: str, **settings: Any) -> Any:
     return cls(**{**_sizes(cls), **differences, **settings})
 
 
-def _sizes(cls: Any) -> dict[str, Any]:
+def _sizes(cls):
     fields = {f.name for f in dataclasses.fields(cls)} | set(cls.attribute_map)
     mapped = {cls.attribute_map.get(key, key) for key in SIZES if key in fields}
     return {key: SIZES[key] for key in mapped if key in SIZES}
 
 
-def _parts(cls: Any) -> dict[str, Any]:
+def _parts(cls):
     """Tiny configs of the parts of a model of images and text."""
     default, parts = cls(), {}
     for part in ("text_config", "vision_config"):
@@ -312,20 +300,20 @@ def _parts(cls: Any) -> dict[str, Any]:
     return parts
 
 
-def _build(case: str, attn: str | None, settings: dict[str, Any]) -> PreTrainedModel:
+def _build(case, attn, settings):
     built_config = config(case, **settings)
     how = {"attn_implementation": attn} if attn else {}
     return _auto(case, built_config).from_config(built_config, **how)
 
 
-def _auto(case: str, built_config: Any) -> Any:
+def _auto(case, built_config):
     kind = case.removeprefix(family_of_case(case)).removeprefix("-")
     return _CLASSES.get(kind or case) or next(
         auto for auto in _PREFERRED if type(built_config) in auto._model_mapping
     )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     """A word-level tokenizer over w0 ... w59."""
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(WORDS))])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -340,7 +328,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def untied(built: PreTrainedModel) -> PreTrainedModel:
+def untied(built):
     """The same model with an output embedding of its own, where it has one."""
     built.config.tie_word_embeddings = False
     apart = type(built)(built.config)
@@ -348,21 +336,20 @@ def untied(built: PreTrainedModel) -> PreTrainedModel:
     return apart
 
 
-def healed(model: Path, teacher: Path, output: Path, data: Path, **settings: Any) -> Healed:
+def healed(model, teacher, output, data, **settings):
     """Heals in a few large steps, in batches of the default size."""
     fast = {"steps": 12, "optimizer": "adamw", "learning_rate": 1e-3}
-    result: Healed = headprune.heal(model, output, teacher=teacher, data=data, **fast | settings)
-    return result
+    return headprune.heal(model, output, teacher=teacher, data=data, **fast | settings)
 
 
-def save(built: PreTrainedModel, folder: Path) -> Path:
+def save(built, folder):
     """Writes a model with its tokenizer."""
     built.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
 
-def text(words: int, seed: int = 0) -> str:
+def text(words, seed=0):
     """Words in which every second one depends on the one before, so that there is what to learn."""
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randint(0, WORDS, (words,), generator=generator).tolist()

@@ -1,7 +1,5 @@
 """Runs the campaign, a part of it, or one case; see the package."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -21,12 +19,12 @@ for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "FORCE_COLOR", "WORLD_SIZE
 
 from headprune.io.markup import printable
 from tests.campaign import faults, kill, originals, summary, warm
-from tests.campaign.cases import Case, Result, go_through
+from tests.campaign.cases import go_through
 
 PARTS = {part.PART: part for part in (kill, faults)}
 
 
-def main() -> int:
+def main():
     """Runs what was asked for; 1 if something broke."""
     asked = _arguments()
     warm.up()
@@ -69,19 +67,18 @@ def main() -> int:
 class _Acting:
     """Tries a case of a part; goes to the worker processes by name."""
 
-    def __init__(self, part: str, made: Path) -> None:
+    def __init__(self, part, made):
         self.part, self.made = part, made
 
-    def __call__(self, case: Case, place: Path) -> Result:
-        result: Result = PARTS[self.part].act(case, place, self.made)
-        return result
+    def __call__(self, case, place):
+        return PARTS[self.part].act(case, place, self.made)
 
 
-def _wanted(case: Case, asked: argparse.Namespace) -> bool:
+def _wanted(case, asked):
     return (asked.group in (None, case.group)) and (asked.number in (None, case.number))
 
 
-def _tell(result: Result, everything: bool) -> None:
+def _tell(result, everything):
     if result.broken:
         print(f"BROKEN {result.case.again()}\n       {printable(result.broken)}", flush=True)
     if everything:
@@ -89,7 +86,7 @@ def _tell(result: Result, everything: bool) -> None:
         print(f"{result.case.again()}: {result.ending}{result.skipped}\n{told}", flush=True)
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments():
     parser = argparse.ArgumentParser("python -m tests.campaign", description=__doc__)
     parser.add_argument("part", choices=("all", *PARTS))
     parser.add_argument("--seed", "--seeds", dest="seeds", type=int, nargs="+", default=[1])

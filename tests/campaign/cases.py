@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +29,11 @@ class Case:
     group: str
     number: int
 
-    def random(self) -> random.Random:
+    def random(self):
         """Draws that are this case's own."""
         return random.Random(zlib.crc32(repr(self).encode()))
 
-    def again(self) -> str:
+    def again(self):
         """The command that runs this case alone."""
         return (
             f"python -m tests.campaign {self.part} --seed {self.seed} "
@@ -63,9 +63,7 @@ class Result:
 Act = Callable[[Case, Path], Result]
 
 
-def go_through(
-    cases: Sequence[Case], act: Act, folder: Path, workers: int, keep: bool = False
-) -> Iterator[Result]:
+def go_through(cases, act, folder, workers, keep=False):
     """Runs cases in some processes, each case in an empty folder of its own.
 
     Args:
@@ -83,7 +81,7 @@ def go_through(
         yield from pool.imap_unordered(_one, jobs)
 
 
-def _one(job: tuple[Case, Act, Path, bool]) -> Result:
+def _one(job):
     case, act, folder, keep = job
     place = Path(tempfile.mkdtemp(prefix=f"{case.part}-", dir=folder))
     try:
@@ -95,7 +93,7 @@ def _one(job: tuple[Case, Act, Path, bool]) -> Result:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def shared_out(total: int, weights: dict[str, float]) -> dict[str, int]:
+def shared_out(total, weights):
     """How many of a total fall to each group, at least one each."""
     whole = sum(weights.values())
     return {name: max(1, round(total * weight / whole)) for name, weight in weights.items()}

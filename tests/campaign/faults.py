@@ -3,8 +3,6 @@
 A command that cannot do its work says so in a sentence and leaves nothing; an old output stays.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shlex
@@ -12,7 +10,6 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +26,7 @@ _ROOT = Path(__file__).parents[2]
 _SIZES = (0, 100, 1_000, 4_096, 20_000, 60_000, 150_000, 400_000)  # bytes
 
 
-def cases(seed: int, short: bool) -> list[Case]:
+def cases(seed, short):
     """The faults of a seed; what depends on nothing drawn is shared out among seeds."""
     writers = len(WRITERS)
     numbers = {
@@ -45,18 +42,16 @@ def cases(seed: int, short: bool) -> list[Case]:
     return [Case(PART, seed, name, at) for name, every in numbers.items() for at in every]
 
 
-def act(case: Case, place: Path, originals: Path) -> Result:
+def act(case, place, originals):
     """Tries one."""
     return _FAULTS[case.group](case, place, originals)
 
 
-def _writer(case: Case) -> str:
+def _writer(case):
     return WRITERS[(case.number + case.seed) % len(WRITERS)]
 
 
-def _judged(
-    case: Case, name: str, done: Outcome, place: Path, originals: Path, told: str
-) -> Result:
+def _judged(case, name, done, place, originals, told):
     """What is wrong after a command that may have failed: half an output, litter, no sentence."""
     job, unbroken = JOBS[name], reference(name, originals)
     told = f"{told}: ended with {done.code}\n{done.out}{done.err}"
@@ -74,7 +69,7 @@ def _judged(
     return Result(case, "broken" if broken else "failed" if done.code else "done", broken, told)
 
 
-def _prepared(name: str, place: Path, originals: Path, over: bool) -> str:
+def _prepared(name, place, originals, over):
     """Lays a folder out for a command, over an old output or none; the command."""
     job, unbroken = JOBS[name], reference(name, originals)
     link_originals(place, originals)
@@ -88,7 +83,7 @@ def _prepared(name: str, place: Path, originals: Path, over: bool) -> str:
 # ---- disks
 
 
-def _file_size(case: Case, place: Path, originals: Path) -> Result:
+def _file_size(case, place, originals):
     name, draw = _writer(case), case.random()
     line = _prepared(name, place, originals, over=draw.random() < 0.5)
     size = draw.choice(_SIZES)
@@ -98,7 +93,7 @@ def _file_size(case: Case, place: Path, originals: Path) -> Result:
     return _judged(case, name, done, place, originals, f"{line}, files of {size} bytes at most")
 
 
-def _full_disk(case: Case, place: Path, originals: Path) -> Result:
+def _full_disk(case, place, originals):
     name, draw = _writer(case), case.random()
     size = draw.choice((8, 40, 80, 120, 180, 260, 400, 700)) * 1024
     disk = place / "disk"
@@ -115,7 +110,7 @@ def _full_disk(case: Case, place: Path, originals: Path) -> Result:
 
 
 @contextmanager
-def _tmpfs(folder: Path, size: int) -> Iterator[str]:
+def _tmpfs(folder, size):
     mounting = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     done = subprocess.run(mounting, capture_output=True, text=True)
     if done.returncode:
@@ -127,14 +122,14 @@ def _tmpfs(folder: Path, size: int) -> Iterator[str]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def _no_permission(case: Case, place: Path, originals: Path) -> Result:
+def _no_permission(case, place, originals):
     if os.getuid() == 0 and not _may_be_read(_ROOT):
         return Result(case, "skipped", skipped=f"{_ROOT} is closed to other users")
     name = _writer(case)
     line = _prepared(name, place, originals, over=case.random().random() < 0.5)
     place.chmod(0o555)
 
-    def drop() -> None:
+    def drop():
         os.environ["HOME"] = "/nonexistent"
         if os.getuid() == 0:
             os.setgroups([])
@@ -149,14 +144,14 @@ def _no_permission(case: Case, place: Path, originals: Path) -> Result:
     return result
 
 
-def _may_be_read(path: Path) -> bool:
+def _may_be_read(path):
     return all(p.stat().st_mode & stat.S_IXOTH for p in (path, *path.parents))
 
 
 # ---- others
 
 
-def _two_writers(case: Case, place: Path, originals: Path) -> Result:
+def _two_writers(case, place, originals):
     name, over = _writer(case), case.random().random() < 0.5
     line = _prepared(name, place, originals, over)
     with ThreadPoolExecutor(2) as both:
@@ -173,7 +168,7 @@ def _two_writers(case: Case, place: Path, originals: Path) -> Result:
     return Result(case, "broken", broken, f"{line}, twice at a time\n{told}")
 
 
-_ENVIRONMENTS: tuple[tuple[str, dict[str, str | None]], ...] = (
+_ENVIRONMENTS = (
     ("without HOME", {"HOME": None, "HF_HOME": None, "MPLCONFIGDIR": None}),
     ("without TMPDIR", {"TMPDIR": "/nonexistent"}),
     ("with a HOME that is not there", {"HOME": "/nonexistent", "HF_HOME": None}),
@@ -186,7 +181,7 @@ _ENVIRONMENTS: tuple[tuple[str, dict[str, str | None]], ...] = (
 )
 
 
-def _environment(case: Case, place: Path, originals: Path) -> Result:
+def _environment(case, place, originals):
     """Libraries read the environment when they are imported: processes from nothing."""
     said, changed = _ENVIRONMENTS[case.number]
     link_originals(place, originals)

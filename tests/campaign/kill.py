@@ -21,7 +21,7 @@ from tests.campaign.facts import facts, link_originals, litter, takes_overwrite
 from tests.campaign.launched import two_processes
 from tests.campaign.originals import GATES, HEAL, MEASURING, REFITTING, ROLES, SCORING
 from tests.campaign.trap import Trap
-from tests.campaign.watched import Outcome, Strike, command, flaw
+from tests.campaign.watched import Strike, command, flaw
 
 PART = "kill"
 WHOLE, SHORT = 200, 16  # deaths of a seed
@@ -58,13 +58,9 @@ _SCORE = f"score llama --data text.txt {SCORING} out"
 _COMPRESS = f"compress llama --data text.txt --keep 0.5 {SCORING} --config held_out_tokens=64"
 _EVALUATE = f"evaluate llama --data text.txt --no-speed {MEASURING} out.json"
 
-JOBS: dict[str, Job] = {
+JOBS = {
     "score": Job(f"{_SCORE} --criterion fisher", f"{_SCORE} --criterion magnitude"),
-    "plan": Job(
-        f"{_PLAN} 6",
-        f"{_PLAN} 4",
-        "out.json",
-    ),
+    "plan": Job(f"{_PLAN} 6", f"{_PLAN} 4", "out.json"),
     "prune": Job(f"{_PRUNE} out", _OLD_MODEL),
     "prune-refit": Job(f"{_PRUNE} --refit text.txt {REFITTING} out", _OLD_MODEL),
     "convert-gqa": Job("convert-gqa mha --kv-heads 2 out", _OLD_MODEL),
@@ -72,10 +68,7 @@ JOBS: dict[str, Job] = {
         f"convert-gqa mha --kv-heads 2 --calibrate text.txt {REFITTING} out", _OLD_MODEL
     ),
     "train-gates": Job(
-        f"{GATES} --train attention out",
-        f"{GATES} --config seed=7 out",
-        resumes=True,
-        weight=2,
+        f"{GATES} --train attention out", f"{GATES} --config seed=7 out", resumes=True, weight=2
     ),
     "heal": Job(f"{HEAL} out", _OLD_MODEL, resumes=True, weight=2),
     "compress": Job(f"{_COMPRESS} out", _OLD_MODEL, weight=0.5),
@@ -104,7 +97,7 @@ JOBS: dict[str, Job] = {
 }
 
 
-def cases(seed: int, short: bool) -> list[Case]:
+def cases(seed, short):
     """The deaths of a seed."""
     counts = shared_out(SHORT if short else WHOLE, {n: job.weight for n, job in JOBS.items()})
     if not short:
@@ -112,7 +105,7 @@ def cases(seed: int, short: bool) -> list[Case]:
     return [Case(PART, seed, name, at) for name, count in counts.items() for at in range(count)]
 
 
-def act(case: Case, place: Path, originals: Path) -> Result:
+def act(case, place, originals):
     """Kills a command, looks at what it left, and runs it again."""
     if case.group == PAIRS:
         return two_processes(case, place, originals)
@@ -168,7 +161,7 @@ class Unbroken:
     operations: int
 
 
-def reference(name: str, originals: Path) -> Unbroken:
+def reference(name, originals):
     """Runs a command in peace, once."""
     job, folder = JOBS[name], originals / f"kill-{name}"
     with FileLock(originals / f".kill-{name}.lock"):
@@ -176,7 +169,7 @@ def reference(name: str, originals: Path) -> Unbroken:
         if not record.exists():
             folder.mkdir(exist_ok=True)
             link_originals(folder, originals)
-            old: dict[str, str] = {}
+            old = {}
             if job.old:
                 _well(job.old, folder)
                 old = facts(folder / job.out)
@@ -188,21 +181,21 @@ def reference(name: str, originals: Path) -> Unbroken:
         return Unbroken(folder / f"old-{job.out}", *json.loads(record.read_text()))
 
 
-def _well(line: str, folder: Path, trap: Trap | None = None) -> Outcome:
+def _well(line, folder, trap=None):
     done = command(line, folder, prepare=trap.set if trap else lambda: None, limit_s=120)
     if done.code:
         raise RuntimeError(f"headprune {line}: {done.out}{done.err}")
     return done
 
 
-def _copy(old: Path, place: Path) -> None:
+def _copy(old, place):
     if old.is_dir():
         shutil.copytree(old, place)
     else:
         shutil.copyfile(old, place)
 
 
-def _state(out: Path, unbroken: Unbroken) -> str:
+def _state(out, unbroken):
     if not out.exists() and not out.is_symlink():
         return "absent"
     found = facts(out)
@@ -211,7 +204,7 @@ def _state(out: Path, unbroken: Unbroken) -> str:
     return "old" if found == unbroken.old_facts else "half"
 
 
-def _left(died: Outcome, hit: signal.Signals, state: str, over: bool, job: Job, place: Path) -> str:
+def _left(died, hit, state, over, job, place):
     """What is wrong with what a death left."""
     if state == "half" and not (job.gathers and not over):
         return "its output is neither the old one nor the new one"
@@ -228,7 +221,7 @@ def _left(died: Outcome, hit: signal.Signals, state: str, over: bool, job: Job, 
     return ""
 
 
-def _again(job: Job, place: Path, state: str) -> tuple[Outcome, str]:
+def _again(job, place, state):
     """Runs the command once more, as its user would."""
     line = job.line
     if state in ("old", "new") and takes_overwrite(line):
@@ -244,7 +237,7 @@ def _again(job: Job, place: Path, state: str) -> tuple[Outcome, str]:
     return done, broken
 
 
-def _apart(out: Path, unbroken: Unbroken) -> str:
+def _apart(out, unbroken):
     found, wanted = facts(out) if out.exists() else {}, unbroken.new_facts
     names = sorted(n for n in {*found, *wanted} if found.get(n) != wanted.get(n))
     return ", ".join(names[:5])

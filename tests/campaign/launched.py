@@ -1,7 +1,5 @@
 """Trainings in two processes, of which one dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from tests.campaign.cases import Case, Result
+from tests.campaign.cases import Result
 from tests.campaign.facts import facts, link_originals, litter
 from tests.campaign.originals import GATES, HEAL
 
@@ -19,7 +17,7 @@ _LINES = (f"{GATES} --train attention out", f"{HEAL} out")
 _ROOT = Path(__file__).parents[2]
 
 
-def two_processes(case: Case, place: Path, originals: Path) -> Result:
+def two_processes(case, place, originals):
     """Kills the main process of a training before a file operation, and goes on with it."""
     at = case.number % len(_LINES)
     line, draw = _LINES[at], case.random()
@@ -45,7 +43,7 @@ def two_processes(case: Case, place: Path, originals: Path) -> Result:
     return Result(case, "broken" if broken else state, broken, told)
 
 
-def _unbroken(at: int, originals: Path) -> dict[str, str]:
+def _unbroken(at, originals):
     folder = originals / f"kill-launched-{at}"
     with FileLock(originals / f".kill-launched-{at}.lock"):
         record = folder / "record.json"
@@ -56,11 +54,10 @@ def _unbroken(at: int, originals: Path) -> dict[str, str]:
             if done.returncode:
                 raise RuntimeError(f"torchrun {_LINES[at]}: {done.stderr}")
             record.write_text(json.dumps(facts(folder / "out")))
-        found: dict[str, str] = json.loads(record.read_text())
-        return found
+        return json.loads(record.read_text())
 
 
-def _launched(line: str, folder: Path, dies: str = ":") -> subprocess.CompletedProcess[str]:
+def _launched(line, folder, dies=":"):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = os.pathsep.join([str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(

@@ -1,7 +1,5 @@
 """headprune as torchrun starts it, of whose processes one may be made to die."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

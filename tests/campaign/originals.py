@@ -1,12 +1,8 @@
 """What the cases damage, interrupt and replace: tiny models and everything made of them, once."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from unittest import mock
 
 from filelock import FileLock
-from transformers import PreTrainedModel
 
 from tests import gguf_words, tiny
 from tests.campaign.watched import command, watched
@@ -24,7 +20,7 @@ HEAL = f"heal gqa --teacher mha --data text.txt {TRAINING}"
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
 
 
-def make(place: Path) -> Path:
+def make(place):
     """Makes everything, unless it is there."""
     place.mkdir(parents=True, exist_ok=True)
     with FileLock(place / ".lock"):
@@ -38,13 +34,13 @@ def make(place: Path) -> Path:
     return place
 
 
-def small(case: str) -> PreTrainedModel:
+def small(case):
     """A tiny model of two layers."""
     with mock.patch.dict(tiny.SIZES, dict.fromkeys(_LAYERS, 2)):
         return tiny.model(case)
 
 
-def _models(place: Path) -> None:
+def _models(place):
     for name, case in (("llama", "llama-gqa"), ("mha", "llama-mha")):
         tiny.save(small(case), place / name)
     _speaking(place / "speaking")
@@ -53,7 +49,7 @@ def _models(place: Path) -> None:
     (place / "short.json").write_text('{"model.layers.0.self_attn": [0, 1]}')
 
 
-def _speaking(folder: Path) -> None:
+def _speaking(folder):
     """A model whose tokenizer llama.cpp has."""
     model = small("llama-gqa")
     model.resize_token_embeddings(gguf_words.SIZE)
@@ -61,14 +57,14 @@ def _speaking(folder: Path) -> None:
     gguf_words.words().save_pretrained(folder)
 
 
-def _legacy(folder: Path) -> None:
+def _legacy(folder):
     """A folder as transformers 4 left it after prune_heads."""
     from tests.test_verify import old_folder
 
     old_folder(small("gpt2"), folder, {0: [1, 4]})
 
 
-def _commands(place: Path) -> None:
+def _commands(place):
     """What headprune makes of them."""
     scored = f"--data text.txt --criterion magnitude {SCORING}"
     for line in (
@@ -83,7 +79,7 @@ def _commands(place: Path) -> None:
         well(line, place)
 
 
-def well(line: str, place: Path) -> str:
+def well(line, place):
     """Runs a command that must succeed; what it wrote to stdout."""
     done = command(line, place, limit_s=300)
     if done.code:

@@ -1,14 +1,11 @@
 """Strange names of outputs and inputs, and outputs in places where something else is."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.campaign.cases import Case, Result
+from tests.campaign.cases import Result
 from tests.campaign.facts import facts, link_originals, takes_overwrite
 from tests.campaign.kill import JOBS, reference
 from tests.campaign.watched import command, flaw
@@ -41,7 +38,7 @@ NAMES = (
 )
 
 
-def names(case: Case, place: Path, originals: Path) -> Result:
+def names(case, place, originals):
     """A strange name for the output."""
     name, draw = NAMES[case.number], case.random()
     writer = draw.choice([w for w in WRITERS if w != "migrate"])
@@ -66,7 +63,7 @@ def names(case: Case, place: Path, originals: Path) -> Result:
     return Result(case, "broken" if broken else "failed" if done.code else "done", broken, told)
 
 
-def inputs_named(case: Case, place: Path, originals: Path) -> Result:
+def inputs_named(case, place, originals):
     """A strange name for the model or the data."""
     name = NAMES[case.number]
     link_originals(place, originals)
@@ -81,11 +78,11 @@ def inputs_named(case: Case, place: Path, originals: Path) -> Result:
     return Result(case, "broken" if broken else "done", broken, f"{name!r}\n{done.out}{done.err}")
 
 
-def _renamed(word: str, out: str, strange: str) -> str:
+def _renamed(word, out, strange):
     return strange if word == out else word
 
 
-def places(case: Case, place: Path, originals: Path) -> Result:
+def places(case, place, originals):
     """An output that is a link, a file, the input, holds it, or lies in it."""
     kind = list(PLACES)[case.number // len(WRITERS)]
     writer = WRITERS[case.number % len(WRITERS)]
@@ -113,7 +110,7 @@ def places(case: Case, place: Path, originals: Path) -> Result:
     return Result(case, "broken" if broken else "refused" if done.code else "done", broken, told)
 
 
-def _everything(place: Path) -> dict[str, str]:
+def _everything(place):
     """Every file that is somebody's, and every link."""
     found = {}
     for path in place.rglob("*"):
@@ -125,35 +122,35 @@ def _everything(place: Path) -> dict[str, str]:
     return found
 
 
-def _a_file(place: Path, model: str, out: str) -> str:
+def _a_file(place, model, out):
     (place / out).write_text("mine")
     return out
 
 
-def _a_folder_of_mine(place: Path, model: str, out: str) -> str:
+def _a_folder_of_mine(place, model, out):
     (place / out).mkdir()
     (place / out / "thesis.txt").write_text("mine")
     return out
 
 
-def _a_link_to_mine(place: Path, model: str, out: str) -> str:
+def _a_link_to_mine(place, model, out):
     _a_folder_of_mine(place, model, "real")
     (place / out).symlink_to("real")
     return out
 
 
-def _a_link_to_a_file(place: Path, model: str, out: str) -> str:
+def _a_link_to_a_file(place, model, out):
     (place / "real").write_text("mine")
     (place / out).symlink_to("real")
     return out
 
 
-def _a_link_to_nothing(place: Path, model: str, out: str) -> str:
+def _a_link_to_nothing(place, model, out):
     (place / out).symlink_to("nowhere")
     return out
 
 
-PLACES: dict[str, Callable[[Path, str, str], str]] = {
+PLACES = {
     "a file of somebody's": _a_file,
     "a folder of somebody's": _a_folder_of_mine,
     "a link to a folder of somebody's": _a_link_to_mine,

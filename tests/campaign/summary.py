@@ -1,14 +1,9 @@
 """What came of a campaign: by cause at the terminal, in numbers as a page."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Sequence
-
-from tests.campaign.cases import Result
 
 _PARTS = {
     "kill": "interruptions",
@@ -25,9 +20,9 @@ _RULES = {
 }
 
 
-def by_cause(results: Sequence[Result], most: int = 3) -> str:
+def by_cause(results, most=3):
     """What broke, alike together, with the commands that run a few of each again."""
-    causes: dict[tuple[str, str], list[Result]] = {}
+    causes = {}
     for result in results:
         if result.broken:
             alike = re.sub(r"0x[0-9a-f]+|'[^']*'|\"[^\"]*\"|\[.*\]|\d{3,}", "…", result.broken)
@@ -41,7 +36,7 @@ def by_cause(results: Sequence[Result], most: int = 3) -> str:
     return "\n".join(lines) or "Nothing broke."
 
 
-def page(results: Sequence[Result], seeds: Sequence[int]) -> str:
+def page(results, seeds):
     """The report, as Markdown."""
     import torch
     import transformers

@@ -1,11 +1,8 @@
 """What the campaign itself must see; make campaign-short runs a few cases of each part."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -38,16 +35,14 @@ KeyError: 1
         (Outcome(-9, "", "", 31, 1, "hang"), "hang"),
     ],
 )
-def test_flaws_are_seen(outcome: Outcome, seen: str) -> None:
+def test_flaws_are_seen(outcome, seen):
     found = flaw(outcome)
     assert seen in found and bool(found) == bool(seen)
 
 
 @pytest.mark.process
-def test_processes_are_stopped_where_they_should_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write() -> None:
+def test_processes_are_stopped_where_they_should_be(tmp_path, monkeypatch):
+    def write():
         Trap(tmp_path, 3).set()
         for name in "abc":
             (tmp_path / name).write_text(name)
@@ -56,14 +51,14 @@ def test_processes_are_stopped_where_they_should_be(
     assert died.code == -signal.SIGKILL
     assert facts(tmp_path).keys() == {"a", "b"}
 
-    def sleep() -> None:
+    def sleep():
         time.sleep(60)
 
     assert watched(sleep, tmp_path, strike=Strike(signal.SIGINT, 0.05)).code == 1
     assert watched(sleep, tmp_path, limit_s=0.05).stopped == "hang"
     monkeypatch.setattr("tests.campaign.watched.MOST_BYTES", 50 << 20)
 
-    def fill() -> None:
+    def fill():
         kept = b"x" * (200 << 20)  # until it is seen, however late that is on a busy machine
         time.sleep(60)
         print(len(kept))
@@ -71,7 +66,7 @@ def test_processes_are_stopped_where_they_should_be(
     assert watched(fill, tmp_path).stopped == "memory"
 
 
-def test_half_a_file_is_no_whole_one(tmp_path: Path) -> None:
+def test_half_a_file_is_no_whole_one(tmp_path):
     page, record = tmp_path / "page.html", tmp_path / "record.json"
     page.write_text("<html>made at 12:00</html>\n")
     record.write_text('{"created": "12:00", "loss": 1.5}')

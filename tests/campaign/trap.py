@@ -1,12 +1,8 @@
 """Death before a file operation, told by Python's own audit events."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import Any
 
 _EVENTS = {
     *("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"),
@@ -24,15 +20,15 @@ class Trap:
         count: A file that grows by a byte with each operation.
     """
 
-    def __init__(self, folder: Path, fatal: int = 0, count: Path | None = None) -> None:
+    def __init__(self, folder, fatal=0, count=None):
         self.folder, self.fatal, self.made = str(folder), fatal, 0
         self.count = None if count is None else os.open(count, os.O_CREAT | os.O_WRONLY)
 
-    def set(self) -> None:
+    def set(self):
         """Sets it in this process; it cannot be taken away again."""
         sys.addaudithook(self._heard)
 
-    def _heard(self, event: str, about: tuple[Any, ...]) -> None:
+    def _heard(self, event, about):
         if event == "open":
             if not isinstance(about[2], int) or not about[2] & _WRITING:
                 return
@@ -46,7 +42,7 @@ class Trap:
         if self.made == self.fatal:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def _inside(self, path: Any) -> bool:
+    def _inside(self, path):
         if isinstance(path, int):
             return False
         name = os.fsdecode(path)

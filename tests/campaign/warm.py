@@ -1,7 +1,5 @@
 """Everything that commands import, imported once, so that a forked process starts at once."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import pkgutil
@@ -22,7 +20,7 @@ _LATE = (
 )
 
 
-def up() -> None:
+def up():
     """Imports headprune and what it imports."""
     import torch
 

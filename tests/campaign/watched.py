@@ -11,11 +11,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 LIMIT_S = 30.0  # of a processor's time; asleep, a process hangs after four times as long
 MOST_BYTES = 4 << 30
@@ -54,14 +52,8 @@ class Strike:
 
 
 def command(
-    arguments: str | Sequence[object],
-    folder: Path,
-    *,
-    prepare: Callable[[], None] = lambda: None,
-    environment: Mapping[str, str] | None = None,
-    strike: Strike | None = None,
-    limit_s: float = LIMIT_S,
-) -> Outcome:
+    arguments, folder, *, prepare=lambda: None, environment=None, strike=None, limit_s=LIMIT_S
+):
     """Runs a command of headprune in a forked process.
 
     Args:
@@ -73,7 +65,7 @@ def command(
         limit_s: Seconds after which it hangs.
     """
 
-    def run() -> None:
+    def run():
         import torch
 
         from headprune import app
@@ -89,13 +81,7 @@ def command(
     return watched(run, folder, strike=strike, limit_s=limit_s)
 
 
-def watched(
-    action: Callable[[], None],
-    folder: Path,
-    *,
-    strike: Strike | None = None,
-    limit_s: float = LIMIT_S,
-) -> Outcome:
+def watched(action, folder, *, strike=None, limit_s=LIMIT_S):
     """Runs something in a forked process, in a folder, and waits for its end."""
     pipes, writing = zip(*(os.pipe() for _ in ("out", "err")), strict=True)
     said = {end: bytearray() for end in pipes}
@@ -140,7 +126,7 @@ def watched(
     return Outcome(os.waitstatus_to_exitcode(status), out, err, seconds, peak, stopped)
 
 
-def _heard(ends: Sequence[int], said: dict[int, bytearray], wait_s: float) -> list[int]:
+def _heard(ends, said, wait_s):
     """Which of some ends had something to tell within a time; what pipes told is added."""
     ready = select.select(ends, [], [], wait_s)[0]
     pieces = {end: os.read(end, 1 << 16) for end in ready if end in said}
@@ -149,13 +135,13 @@ def _heard(ends: Sequence[int], said: dict[int, bytearray], wait_s: float) -> li
     return [end for end in ready if pieces.get(end) != b""]
 
 
-def _wait(start: float, strike: Strike | None) -> float:
+def _wait(start, strike):
     if strike is None:
         return _GLIMPSE_S
     return max(0.0, min(_GLIMPSE_S, start + strike.after_s - time.monotonic()))
 
 
-def _act(action: Callable[[], None], folder: Path, ends: Sequence[int]) -> NoReturn:
+def _act(action, folder, ends):
     """The life of the forked process; it never returns to what forked it."""
     code = 1
     try:
@@ -182,14 +168,14 @@ def _act(action: Callable[[], None], folder: Path, ends: Sequence[int]) -> NoRet
         os._exit(code)
 
 
-def _resident(pid: int) -> int:
+def _resident(pid):
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
     except (OSError, IndexError):
         return 0
 
 
-def _worked(pid: int) -> float:
+def _worked(pid):
     """Seconds of processors that a process has used; others may have used them meanwhile."""
     try:
         used = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
@@ -202,7 +188,7 @@ _SEEN = re.compile(r"[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]")
 _RAISED = re.compile(r'File ".*?/headprune/([^"]+)", line (\d+), in (\w+)')
 
 
-def flaw(outcome: Outcome, codes: Sequence[int] = (0, 1, 2)) -> str:
+def flaw(outcome, codes=(0, 1, 2)):
     """What is wrong with how a command ended; empty if it ended as one should.
 
     A command ends with 0, or with 1 where a check failed, or with an error in one line that can
@@ -222,7 +208,7 @@ def flaw(outcome: Outcome, codes: Sequence[int] = (0, 1, 2)) -> str:
     return _sentence(outcome) if outcome.code == 2 else ""
 
 
-def _sentence(outcome: Outcome) -> str:
+def _sentence(outcome):
     lines = outcome.err.rstrip("\n").split("\n")
     if any(line.startswith("Usage:") for line in lines):  # typer, about the command line itself
         return ""
@@ -235,7 +221,7 @@ def _sentence(outcome: Outcome) -> str:
     return f"an error of {length} characters" if length > MOST_CHARACTERS else ""
 
 
-def _cause(err: str) -> str:
+def _cause(err):
     """Exception and the last line of headprune that it came through."""
     places = _RAISED.findall(err)
     raised = [line for line in err.splitlines() if re.match(r"[\w.]+(Error|Exception)?(:|$)", line)]
