@@ -17,7 +17,6 @@ checking.install([f"headprune.{name}" for name in CHECKED])
 
 import functools
 import gc
-from typing import TYPE_CHECKING
 
 import hypothesis  # noqa: F401  (it looks through what gc.freeze() hides)
 import pytest
@@ -26,9 +25,6 @@ import typer.main
 from transformers.utils import logging
 
 from tests import tiny
-
-if TYPE_CHECKING:
-    pass
 
 torch.set_num_threads(1)
 # the commands and their options, which would be made anew for every command that a test runs

@@ -30,7 +30,6 @@ import pickle
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -41,7 +40,6 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-Route = Callable[["Case"], None]
 # what takes long to import, by the routes that need it
 LIBRARIES = {
     "pipeline": "transformers.pipelines",

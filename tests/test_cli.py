@@ -103,11 +103,8 @@ def test_the_main_job_end_to_end(llama_folder, gates, text_file, tmp_path, capsy
     text = succeeds(capsys, "prune", llama_folder, "--gates", gates, out)
     assert "verified" in text
     report = tmp_path / "report.json"
-    code, text, err = run(
-        capsys, "evaluate", out, "--data", text_file, "--against", llama_folder,
-        "--config", "seq_len=16", report, "--json"
-    )  # fmt: skip
-    assert code == 0, err
+    line = f"evaluate {out} --data {text_file} --against {llama_folder} --config seq_len=16"
+    text = succeeds(capsys, *line.split(), report, "--json")
     assert json.loads(text) == json.loads(report.read_text())
     text = succeeds(capsys, "inspect", out, "--json")
     assert sum(a["query_heads"] for a in json.loads(text)["attentions"]) == 12
@@ -360,20 +357,9 @@ def test_a_failed_proof_leaves_nothing_and_exits_with_1(
 
 @pytest.mark.process
 def test_ctrl_c_stops_with_130_and_resume_goes_on(llama_folder, text_file, tmp_path):
-    base = ["train-gates", llama_folder, "--data", text_file, tmp_path / "g"]
-    sizes = [
-        "--target-heads",
-        "0.5",
-        "--steps",
-        "200",
-        "--config",
-        "batch_size=2",
-        "--config",
-        "save_every=5",
-        "--config",
-        "seq_len=16",
-    ]
-    running = forked.Process([*base, *sizes])
+    base = f"train-gates {llama_folder} --data {text_file} {tmp_path / 'g'} --target-heads 0.5"
+    sizes = f"{base} --steps 200 --config batch_size=2 --config save_every=5 --config seq_len=16"
+    running = forked.Process(sizes.split())
     checkpoints = tmp_path / "g-checkpoints" / "checkpoints"
     while running.running() and not list(checkpoints.glob("checkpoint-*")):
         time.sleep(0.02)
@@ -382,7 +368,7 @@ def test_ctrl_c_stops_with_130_and_resume_goes_on(llama_folder, text_file, tmp_p
     assert stopped.returncode == 130, stopped.stderr
     assert "Continue with the same command and --resume" in " ".join(stopped.stderr.split())
     assert "Traceback" not in stopped.stderr
-    done = forked.headprune(*base, *sizes, "--resume")
+    done = forked.headprune(*sizes.split(), "--resume")
     assert done.returncode == 0, done.stderr
     history = tmp_path / "g" / "history.jsonl"
     steps = [json.loads(line)["step"] for line in history.read_text().splitlines()]
@@ -428,30 +414,14 @@ def test_convert_heals_and_says_so(text_file, llama_folder, tmp_path, capsys):
 
 
 def test_memory_and_batches_are_reported(text_file, llama_folder, capsys):
-    options = [
-        "--config",
-        "seq_len=16",
-        "--config",
-        "memory=1MiB",
-        "--config",
-        "decode_batches=1,2",
-        "--json",
-    ]
-    out = succeeds(capsys, "evaluate", llama_folder, "--data", text_file, *options)
+    line = f"evaluate {llama_folder} --data {text_file} --config"
+    words = f"{line} memory=1MiB --config seq_len=16 --config decode_batches=1,2 --json".split()
+    out = succeeds(capsys, *words)
     model = json.loads(out)["model"]
     room = 2**20 - 4 * model["cost"]["parameters"]
     assert model["longest_context"] == room // model["cost"]["kv_cache_bytes"] > 0
     assert set(model["speed"]["decode_by_batch"]) == {"1", "2"}
-    refuses(
-        capsys,
-        "such as 24GiB",
-        "evaluate",
-        llama_folder,
-        "--data",
-        text_file,
-        "--config",
-        "memory=lots",
-    )
+    refuses(capsys, "such as 24GiB", *f"{line} memory=lots".split())
 
 
 @pytest.mark.process

@@ -20,7 +20,7 @@ from headprune.config.base import Settings, flag
 from headprune.context import Context
 from headprune.errors import HeadpruneError
 from tests import tiny
-from tests.test_cli import refuses, run
+from tests.test_cli import refuses, run, succeeds
 
 pytestmark = pytest.mark.quick
 COMMANDS = all_commands()
@@ -215,18 +215,8 @@ def test_a_file_has_settings_and_the_command_line_wins(tmp_path, capsys):
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     file = tmp_path / "settings.yaml"
     file.write_text(f"{{model: {model}, criterion: random, output: {tmp_path}/a, seed: 4}}")
-    code, out, err = run(
-        capsys,
-        "score",
-        "--config",
-        file,
-        "--criterion",
-        "magnitude",
-        "--config",
-        "seed=3",
-        "--json",
-    )
-    assert code == 0, err
+    line = f"score --config {file} --criterion magnitude --config seed=3 --json"
+    out = succeeds(capsys, *line.split())
     found = json.loads(out)
     assert (list(found["scores"]), found["calibration"]["seed"]) == (["magnitude"], 3)
     for text, message in (
@@ -237,15 +227,8 @@ def test_a_file_has_settings_and_the_command_line_wins(tmp_path, capsys):
         ("just text", "holds no options"),
     ):
         file.write_text(text)
-        refuses(
-            capsys,
-            message.replace("Value error, ", ""),
-            "score",
-            "m",
-            tmp_path / "b",
-            "--config",
-            file,
-        )
+        said = message.replace("Value error, ", "")
+        refuses(capsys, said, "score", "m", tmp_path / "b", "--config", file)
     refuses(capsys, "there is no file", "score", "m", "o", "--config", tmp_path / "none.yaml")
 
 

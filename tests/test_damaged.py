@@ -2,9 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +31,6 @@ from headprune.tensors.units import Unit, members
 from tests import tiny
 from tests.cutting import uneven_plan
 
-Change = Callable[[dict[str, Any]], object]
 LAYER = "model.layers.{}.self_attn"
 
 

@@ -614,15 +614,7 @@ def test_a_merge_without_finite_weights_is_said_at_once(llama_folder, tmp_path, 
 def test_one_window_is_enough_to_measure(tmp_path, capsys):
     model = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
     (tmp_path / "text.txt").write_text(tiny.text(20))
-    line = (
-        "evaluate",
-        model,
-        "--data",
-        tmp_path / "text.txt",
-        "--config",
-        "seq_len=16",
-        "--no-speed",
-    )
-    succeeds(capsys, *line)
+    line = ("evaluate", model, "--data", tmp_path / "text.txt", "--config", "seq_len=16")
+    succeeds(capsys, *line, "--no-speed")
     (tmp_path / "text.txt").write_text("w1")
     refuses(capsys, "The data has 1 tokens, which makes 0 sequences of 16", *line)

@@ -169,15 +169,8 @@ def test_limits_on_a_domain(llama_folder, text_file, other_text, tmp_path):
 
 
 def test_the_command_line_takes_several(llama_folder, text_file, other_text, tmp_path, capsys):
-    settings = (
-        "--config",
-        "seq_len=16",
-        "--no-speed",
-        "--max-windows",
-        12,
-        "--config",
-        "resamples=100",
-    )
+    sizes = f"--config seq_len={16} --no-speed --max-windows 12 --config resamples=100"
+    settings = sizes.split()
     data = ("--data", text_file, "--data", f"b={other_text}", "--against", llama_folder)
     file = tmp_path / "reports" / "evaluation.json"
     file.parent.mkdir()

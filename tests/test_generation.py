@@ -12,7 +12,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 import headprune
@@ -59,7 +58,6 @@ def _left_padded():
 
 # in it prompt lookup finds something to continue with
 REPEATING = {"input_ids": torch.tensor([[7, 8, 9, 10, 11, 12, 7, 8, 9, 10, 13, 14, 7, 8, 9]])}
-Computed = tuple[Tensor, Tensor]
 
 
 def chunks(model):

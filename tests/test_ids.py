@@ -39,7 +39,6 @@ from tests import tiny
 
 EVALUATE = EvaluateConfig(seq_len=16, max_windows=8, speed=False)
 SMALL = CalibrationConfig(calibration_tokens=600, seq_len=16)
-LIMITS = ("perplexity <= 1e6",)
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from rich.markup import escape
@@ -104,7 +102,6 @@ def _keys(content, how):
     return content
 
 
-Command = Callable[[Path], tuple[object, ...]]
 FILES = {
     "report": ("run/report.json", lambda h: ("report", h / "run", h / "o.html")),
     "manifest": ("run/small/headprune.json", lambda h: ("report", h / "run", h / "o.html")),

@@ -44,9 +44,6 @@ def routes_for(case):
     ]
 
 
-Failures = dict[str, dict[str, str | None]]  # by case and route; None is no failure
-
-
 def run_routes(folders, routes):
     """Runs routes in processes in which headprune cannot be imported."""
     autos = {case: AUTO[case.removesuffix(WRONG)] for case in folders}

@@ -446,13 +446,8 @@ def test_the_data_of_a_command_is_an_input(home, capsys):
     write(home / "data", 1)
     (home / "data" / "inside" / "text.txt").write_text("precious")
     for command in (f"score {M} data --overwrite", f"roles {M} data"):
-        refuses(
-            capsys,
-            "holds the input 'data/inside/text.txt'",
-            *command.split(),
-            "--data",
-            "data/inside/text.txt",
-        )
+        words = [*command.split(), "--data", "data/inside/text.txt"]
+        refuses(capsys, "holds the input 'data/inside/text.txt'", *words)
 
 
 FILE_OUTPUTS = [

@@ -83,20 +83,10 @@ def losses(folder):
 @pytest.mark.process
 def test_two_processes_heal_as_one_does(folder):
     # bfloat16 rounds by how large a batch is; Muon orthogonalises in it
-    command = (
-        "heal",
-        "gqa",
-        "--teacher",
-        "model",
-        "--config",
-        "learning_rate=5e-3",
-        "--config",
-        "bf16=false",
-        "--config",
-        "objective=distill",  # the teacher of random weights has learnt no text
-    )
-    alike = ("--config", "optimizer=adamw")
-    done = together(folder, *command, *alike, "--json", "two")
+    given = ("learning_rate=5e-3", "bf16=false", "optimizer=adamw")
+    given = (*given, "objective=distill")  # the teacher of random weights has learnt no text
+    alike = [word for each in given for word in ("--config", each)]
+    done = together(folder, "heal", "gqa", "--teacher", "model", *alike, "--json", "two")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)  # once: JSON twice would not parse
     text = DataConfig(source=str(folder / "text.txt"))

@@ -510,17 +510,8 @@ def test_a_training_that_breaks_down_writes_nothing(
 
 
 def test_a_learning_rate_that_is_too_large_is_named(home, tmp_path, capsys):
-    settings = [
-        "--steps",
-        "9",
-        "--config",
-        "seq_len=16",
-        "--train",
-        "all",
-        "--config",
-        "weight_lr=1e9",
-    ]
-    command = ["train-gates", home / "model", "--data", home / "text.txt", *settings]
+    line = f"train-gates {home / 'model'} --data {home / 'text.txt'} --steps 9 --train all"
+    command = f"{line} --config seq_len=16 --config weight_lr=1e9".split()
     code, _, err = run(capsys, *command, "--target-heads", "0.5", tmp_path / "g")
     assert code == 1
     assert "Lower gate_lr or scale_lr or weight_lr, and start anew" in err

@@ -95,15 +95,8 @@ def test_a_dry_run_names_the_roles_that_go(place, capsys):
     assert f"No head stays of these roles: {', '.join(LOST)}." in " ".join(out.split())
     _, out, _ = run(capsys, *words, "--keep", 8, *roles, "--json")
     assert json.loads(out)["roles_lost"] == []
-    refuses(
-        capsys,
-        "--keep-roles has no effect without --roles",
-        *words,
-        "--keep",
-        2,
-        "--keep-roles",
-        "induction",
-    )
+    others = ("--keep", 2, "--keep-roles", "induction")
+    refuses(capsys, "--keep-roles has no effect without --roles", *words, *others)
 
 
 def test_a_report_shows_what_became_of_roles(place, tmp_path):

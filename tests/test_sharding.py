@@ -286,17 +286,11 @@ def test_where_one_is_killed_the_other_says_so_and_the_run_goes_on(folder, kille
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_healing_in_shards_goes_on(folder, killed):
     def long(name):
-        how = (
-            "--config",
-            "optimizer=adamw",
-            "--config",
-            "learning_rate=5e-3",
-            "--config",
-            "bf16=false",
-        )
-        how += ("--steps", "20", "--config", "save_every=1")
-        sizes = ("--config", "batch_size=4", "--config", "seq_len=16", *SHARD, name)
-        return ["heal", "gqa", "--teacher", "model", "--data", "text.txt", *how, *sizes]
+        given = ["optimizer=adamw", "learning_rate=5e-3", "bf16=false", "save_every=1"]
+        given += ["batch_size=4", "seq_len=16", "shard=true"]
+        settings = [word for each in given for word in ("--config", each)]
+        line = f"heal gqa --teacher model --data text.txt --steps 20 {name}"
+        return [*line.split(), *settings]
 
     name = f"healed-{killed}"
     said = interrupted(folder, name, long(name), killed)

@@ -37,7 +37,7 @@ from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import uneven_plan
 from tests.marks import slow_unless
-from tests.test_cli import run
+from tests.test_cli import refuses, run
 
 # their projections are fused on disk and split when they are loaded
 FUSED = tiny.present("gte", "jina_embeddings_v3", "nomic_bert")
@@ -607,14 +607,8 @@ def test_a_shard_that_goes_while_it_is_read(bad, plan, tmp_path, monkeypatch, ca
     done = []
     monkeypatch.setattr(shards, "_write", writing)
     before = sorted(p.name for p in tmp_path.iterdir())
-    command = [
-        "prune",
-        model,
-        "--plan",
-        tmp_path / "plan.json",
-        "--config",
-        f"max_shard_size={SHARD}",
-    ]
+    command = ["prune", model, "--plan", tmp_path / "plan.json"]
+    command += ["--config", f"max_shard_size={SHARD}"]
     code, _, err = run(capsys, *command, tmp_path / "out")
     assert (code, done) == (2, [None])
     assert said in err
@@ -647,8 +641,5 @@ def test_a_disk_that_fills_in_the_middle_of_a_shard(model, plan, tmp_path, monke
 
 @pytest.mark.parametrize("size", ["5", "0GB", "5 GiB", "big"])
 def test_sizes_of_shards_have_a_unit(size, capsys):
-    code, _, err = run(
-        capsys, "prune", "m", "--plan", "p", "--config", f"max_shard_size={size}", "--dry-run"
-    )
-    assert code == 2
-    assert "give a number with its unit, such as 5GB" in err
+    words = ("prune", "m", "--plan", "p", "--dry-run", "--config", f"max_shard_size={size}")
+    refuses(capsys, "give a number with its unit, such as 5GB", *words)

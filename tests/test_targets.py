@@ -213,17 +213,8 @@ def test_kv_heads_go_in_ways_that_the_engine_holds(target, said):
 def test_converted_for_an_engine(tmp_path, capsys):
     model, text = saved(tmp_path), tmp_path / "t.txt"
     text.write_text(tiny.text(4_000))
-    line = (
-        "convert-gqa",
-        model,
-        "--kv-budget",
-        "0.5",
-        "--calibrate",
-        text,
-        "--config",
-        "seq_len=16",
-    )
-    line = (*line, "--config", "calibration_tokens=256")
+    line = f"convert-gqa {model} --kv-budget 0.5 --calibrate {text} --config seq_len=16"
+    line = f"{line} --config calibration_tokens=256".split()
     out = succeeds(capsys, *line, "--dry-run", "--json")
     found = json.loads(out)
     assert found["even_cost"] > found["expected_cost"]

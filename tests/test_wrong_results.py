@@ -23,7 +23,6 @@ from headprune.schemas.manifest import amend_manifest, contents, read_manifest
 from headprune.surgery.cut import cut_heads, uncut
 from tests import tiny
 
-Harm = Callable[[Path], None]
 _DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 _LLAVA_ID = 7  # of an image in a text
 

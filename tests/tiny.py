@@ -77,7 +77,6 @@ SIZES = {
     **{"num_experts_per_tok": 2, "moe_num_experts": 4, "moe_k": 2, "n_shared_experts": 1},
     "moe_intermediate_size": 32,
 }
-_NO_HEAD_DIM = {"num_key_value_heads": 6}
 _WAVES = {
     **{"conv_dim": [16] * 3, "conv_stride": [5, 4, 4], "conv_kernel": [10, 4, 4]},
     **{"num_feat_extract_layers": 3, "num_conv_pos_embeddings": 8},

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 import traceback
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,9 +57,6 @@ class Result:
     broken: str = ""
     told: str = ""
     skipped: str = ""
-
-
-Act = Callable[[Case, Path], Result]
 
 
 def go_through(cases, act, folder, workers, keep=False):
