@@ -1,12 +1,10 @@
 """Files that were damaged or tampered with are refused in a sentence, and do no harm."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import headprune
 from headprune.config import Method, ScoreConfig
@@ -30,6 +28,7 @@ from headprune.schemas.plan import AttentionPlan, Plan, read_plan
 from headprune.tensors.units import Unit, members
 from tests import tiny
 from tests.cutting import uneven_plan
+from tests.damage import edit, in_shards, of
 
 LAYER = "model.layers.{}.self_attn"
 
@@ -60,12 +59,6 @@ def model(made, tmp_path):
 def uneven(made, tmp_path):
     """A copy of the uneven result, to be damaged."""
     return Path(shutil.copytree(made["uneven"], tmp_path / "uneven"))
-
-
-def edit(path, change):
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
 
 
 def refusal(error, call):
@@ -167,12 +160,6 @@ def test_texts_that_are_too_short_for_a_proof(model, tmp_path):
 
 
 # Weights: the index
-
-
-def in_shards(folder):
-    headprune.from_pretrained(folder).save_pretrained(folder, max_shard_size="50KB")
-    (folder / "model.safetensors").unlink(missing_ok=True)
-    return folder / "model.safetensors.index.json"
 
 
 def shard_names(index, name):
@@ -368,66 +355,45 @@ def gates(model, tmp_path):
     return tmp_path / "gates"
 
 
-def tensors_of(name, change):
-    def apply(folder):
-        tensors = load_file(folder / name)
-        change(tensors)
-        save_file(tensors, folder / name)
-
-    return apply
-
-
-def json_of(name, *changes):
-    def apply(folder):
-        for change in changes:
-            edit(folder / name, change)
-
-    return apply
-
-
-def gates_json(*changes):
-    return json_of("gates.json", *changes)
-
-
 GATES = {
-    "unit": (gates_json(lambda m: m.update(unit="head")), "not as they were written"),
-    "order": (gates_json(lambda m: m["modules"].reverse()), "not as they were written"),
-    "no heads": (gates_json(lambda m: m.pop("heads")), "heads: Field required"),
-    "no id": (gates_json(lambda m: m.pop("id")), "not as they were written"),
-    "truth": (gates_json(lambda m: m.update(kept_heads=True)), "kept_heads"),
+    "unit": (of("gates.json", lambda m: m.update(unit="head")), "not as they were written"),
+    "order": (of("gates.json", lambda m: m["modules"].reverse()), "not as they were written"),
+    "no heads": (of("gates.json", lambda m: m.pop("heads")), "heads: Field required"),
+    "no id": (of("gates.json", lambda m: m.pop("id")), "not as they were written"),
+    "truth": (of("gates.json", lambda m: m.update(kept_heads=True)), "kept_heads"),
     "nan": (
-        tensors_of("gates.safetensors", lambda t: t["log_alpha"].fill_(float("nan"))),
+        of("gates.safetensors", lambda t: t["log_alpha"].fill_(float("nan"))),
         "not as they were written",
     ),
     **{
         f"{name} is called {other}": (
-            tensors_of("gates.safetensors", lambda t, n=name, o=other: t.update({o: t.pop(n)})),
+            of("gates.safetensors", lambda t, n=name, o=other: t.update({o: t.pop(n)})),
             "not as they were written",
         )
         for name in ("log_alpha", "value", "kept")
         for other in ("metadata", "weights", "log_alpha_", "")
     },
     "one more tensor": (
-        tensors_of("gates.safetensors", lambda t: t.update(more=t["kept"].clone())),
+        of("gates.safetensors", lambda t: t.update(more=t["kept"].clone())),
         "not as they were written",
     ),
     "another shape": (
-        tensors_of("gates.safetensors", lambda t: t.update(value=t["value"][:1])),
+        of("gates.safetensors", lambda t: t.update(value=t["value"][:1])),
         "not as they were written",
     ),
     "a renamed weight": (
-        tensors_of("weights.safetensors", lambda t: t.update(other=t.pop("lm_head.weight"))),
+        of("weights.safetensors", lambda t: t.update(other=t.pop("lm_head.weight"))),
         "not as they were written",
     ),
     "bytes": (lambda f: (f / "gates.safetensors").write_bytes(b"x" * 9), "cannot be read"),
     "no bytes": (lambda f: (f / "gates.safetensors").write_bytes(b""), "cannot be read"),
     "weights gone": (lambda f: (f / "weights.safetensors").unlink(), "cannot be read"),
     "a weight gone": (
-        tensors_of("weights.safetensors", lambda t: t.pop("lm_head.weight")),
+        of("weights.safetensors", lambda t: t.pop("lm_head.weight")),
         "not as they were written",
     ),
-    "a loss": (gates_json(lambda m: m.update(final_loss=None)), "final_loss"),
-    "schema": (gates_json(lambda m: m.update(schema_version=2)), "Upgrade headprune"),
+    "a loss": (of("gates.json", lambda m: m.update(final_loss=None)), "final_loss"),
+    "schema": (of("gates.json", lambda m: m.update(schema_version=2)), "Upgrade headprune"),
 }
 
 
@@ -452,24 +418,23 @@ def scores(model, tmp_path):
     return tmp_path / "scores"
 
 
-def scores_json(change):
-    return json_of("scores.json", change)
-
-
 SCORES = {
-    "sizes": (scores_json(lambda m: m["group_sizes"][0].append(1)), "not as they were written"),
-    "negative": (scores_json(lambda m: m["heads"][1].append(-1)), "heads.1"),
+    "sizes": (
+        of("scores.json", lambda m: m["group_sizes"][0].append(1)),
+        "not as they were written",
+    ),
+    "negative": (of("scores.json", lambda m: m["heads"][1].append(-1)), "heads.1"),
     "tensors": (lambda f: (f / "scores.safetensors").unlink(), "cannot be read"),
     "other tensors": (
-        tensors_of("scores.safetensors", lambda t: t["magnitude"].fill_(float("nan"))),
+        of("scores.safetensors", lambda t: t["magnitude"].fill_(float("nan"))),
         "not as they were written",
     ),
     "a renamed tensor": (
-        tensors_of("scores.safetensors", lambda t: t.update(other=t.pop("magnitude"))),
+        of("scores.safetensors", lambda t: t.update(other=t.pop("magnitude"))),
         "not as they were written",
     ),
     "another shape": (
-        tensors_of("scores.safetensors", lambda t: t.update(magnitude=t["magnitude"][:1])),
+        of("scores.safetensors", lambda t: t.update(magnitude=t["magnitude"][:1])),
         "not as they were written",
     ),
     "depth": (lambda f: (f / "scores.json").write_text("[" * 100_000), "nested too deeply"),

@@ -36,6 +36,7 @@ from headprune.schemas.manifest import read_manifest
 from headprune.schemas.records import Evidence, Healing, Merging, Pruning
 from headprune.schemas.scores import read_scores
 from tests import tiny
+from tests.damage import edit, flip
 
 EVALUATE = EvaluateConfig(seq_len=16, max_windows=8, speed=False)
 SMALL = CalibrationConfig(calibration_tokens=600, seq_len=16)
@@ -67,19 +68,6 @@ def home(made, tmp_path):
 
 def text_of(home):
     return DataConfig(source=str(home / "text.txt"))
-
-
-def flip(file):
-    """Changes the last byte of a file: of safetensors, one of a weight."""
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def edit(file, change):
-    content = json.loads(file.read_text())
-    change(content)
-    file.write_text(json.dumps(content))
 
 
 def evidence_of(manifest):

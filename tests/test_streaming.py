@@ -36,6 +36,7 @@ from headprune.surgery.streamed import cut_pieces
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import uneven_plan
+from tests.damage import edit, flip
 from tests.marks import slow_unless
 from tests.test_cli import refuses, run
 
@@ -387,18 +388,10 @@ def test_a_tensor_that_changed_fails_verify(model, plan, tmp_path):
     prune(
         model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(proof=ProofOption.TENSORS)
     )
-    flip(tmp_path / "out")
+    flip(max((tmp_path / "out").glob("*.safetensors")))
     found = verify(tmp_path / "out", model)
     assert [check.passed for check in found.checks] == [False, True, False]
     assert "is not what stays of the original's" in found.checks[2].found
-
-
-def flip(folder):
-    """Changes a bit of the last number of a folder's weights."""
-    file = max(folder.glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
 
 
 @pytest.mark.parametrize("proof", [ProofOption.TENSORS, ProofOption.OUTPUTS])
@@ -407,11 +400,8 @@ def test_what_is_written_wrongly_is_not_kept(proof, model, plan, tmp_path, monke
 
     def corrupting(folder, *rest):
         real(folder, *rest)
-        file = folder / "model.safetensors"
-        tensors = load_file(file)
         name = "model.layers.2.self_attn.o_proj.weight"
-        tensors[name] = tensors[name].roll(10, dims=1).contiguous()
-        save_file(tensors, file, metadata={"format": "pt"})
+        edit(folder / "model.safetensors", lambda t: t.update({name: t[name].roll(10, dims=1)}))
 
     monkeypatch.setattr(streamed, "_take_over", corrupting)
     with pytest.raises(ProofError, match="The proof failed"):

@@ -1,11 +1,11 @@
 """Proving a folder again, migrating old ones, and folders that were tampered with."""
 
 import json
+import os
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 import headprune
 from headprune.config import ConvertConfig
@@ -24,6 +24,7 @@ from headprune.surgery.cut import cut_heads, resolve
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import uneven_plan
+from tests.damage import edit, in_shards, of
 
 
 @pytest.fixture
@@ -50,10 +51,8 @@ def test_a_result_is_proven_again(result, llama_folder):
 
 
 def test_a_changed_weight_is_seen_in_every_check(result, llama_folder):
-    weights = load_file(result / "model.safetensors")
-    name = next(n for n in weights if n.endswith("layers.1.self_attn.v_proj.weight"))
-    weights[name][0] += 0.05
-    save_file(weights, result / "model.safetensors", metadata={"format": "pt"})
+    name = "model.layers.1.self_attn.v_proj.weight"
+    edit(result / "model.safetensors", lambda weights: weights[name][0].add_(0.05))
     verification = verify(result, against=llama_folder)
     assert len(failed(verification)) == 5
     assert "model.safetensors was changed" in verification.checks[0].found
@@ -152,18 +151,15 @@ def test_a_folder_of_transformers_4_loads_and_migrates(case, tmp_path):
         (3, 4, 5),
     ]
     # the corrupted sibling: the same weights under other heads do not fit, or compute otherwise
-    config = json.loads((folder / "config.json").read_text())
-    config["pruned_heads"] = {"1": [1, 4], "2": [0, 1, 2]}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(folder / "config.json", lambda c: c.update(pruned_heads={"1": [1, 4], "2": [0, 1, 2]}))
     with pytest.raises(CheckpointError):
         headprune.from_pretrained(folder)
 
 
 def test_old_folders_that_make_no_sense(tmp_path, llama_folder):
     folder = old_folder(tiny.model("gpt2"), tmp_path / "old", {1: [2]})
-    config = json.loads((folder / "config.json").read_text())
     for pruned, message in (({"9": [0]}, "layer 9"), ({"0": [11]}, "head 11 of layer 0")):
-        (folder / "config.json").write_text(json.dumps({**config, "pruned_heads": pruned}))
+        edit(folder / "config.json", lambda c, p=pruned: c.update(pruned_heads=p))
         with pytest.raises(CheckpointError, match=message):
             headprune.from_pretrained(folder)
     with pytest.raises(CheckpointError, match="needs no migration"):
@@ -171,42 +167,24 @@ def test_old_folders_that_make_no_sense(tmp_path, llama_folder):
     assert not (tmp_path / "new").exists()
 
 
-def edit_config(change):
-    def apply(folder):
-        config = json.loads((folder / "config.json").read_text())
-        change(config)
-        (folder / "config.json").write_text(json.dumps(config))
-
-    return apply
-
-
-def truncate(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-
-
-def without_a_tensor(folder):
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.2.self_attn.k_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def other_shapes(folder):
-    weights = load_file(folder / "model.safetensors")
-    name = next(n for n in weights if n.endswith("layers.1.self_attn.k_proj.weight"))
-    weights[name] = weights[name][:-10].clone()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+LAYER_1 = "model.layers.1.self_attn.k_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (edit_config(lambda c: c["headprune"].update(schema_version=2)), "Upgrade headprune"),
-        (edit_config(lambda c: c["headprune"].pop("layout")), "('headprune') is damaged"),
-        (edit_config(lambda c: c.update(headprune="x")), "('headprune') is damaged"),
-        (without_a_tensor, "lacks 1 of the tensors of a LlamaForCausalLM"),
-        (truncate, "model.safetensors' is damaged: "),
-        (other_shapes, "does not load as LlamaForCausalLM"),
+        (of("config.json", lambda c: c["headprune"].update(schema_version=2)), "Upgrade headprune"),
+        (of("config.json", lambda c: c["headprune"].pop("layout")), "('headprune') is damaged"),
+        (of("config.json", lambda c: c.update(headprune="x")), "('headprune') is damaged"),
+        (
+            of("model.safetensors", lambda t: t.pop(LAYER_1)),
+            "lacks 1 of the tensors of a LlamaForCausalLM",
+        ),
+        (lambda f: os.truncate(f / "model.safetensors", 99_000), "model.safetensors' is damaged: "),
+        (
+            of("model.safetensors", lambda t: t.update({LAYER_1: t[LAYER_1][:-10].clone()})),
+            "does not load as LlamaForCausalLM",
+        ),
     ],
     ids=["schema", "no layout", "no description", "tensor", "truncated", "shapes"],
 )
@@ -231,9 +209,8 @@ def test_an_edited_runtime_runs_when_allowed(result):
 
 def test_code_that_is_not_ours_is_not_run(result):
     (result / "foreign.py").write_text(f"open({str(result / 'ran')!r}, 'w').close()\n")
-    edit_config(lambda c: c["auto_map"].update(AutoModelForCausalLM="foreign.LlamaForCausalLM"))(
-        result
-    )
+    named = {"AutoModelForCausalLM": "foreign.LlamaForCausalLM"}
+    edit(result / "config.json", lambda c: c["auto_map"].update(named))
     verification = verify(result)
     assert "was not tried" in str(verification.not_run)
     assert not (result / "ran").exists()
@@ -265,28 +242,14 @@ def test_a_copy_that_is_loaded_holds_what_was_hashed(result, monkeypatch):
     assert verify(result).passed
     runtime = {"config.json": False, "model.safetensors": True, "modeling_headprune.py": False}
     assert seen == [runtime]
-    shard_whole(result)
+    in_shards(result)
     verify(result)
     assert len(seen) == 2
     assert "model.safetensors.index.json" in seen[1]
 
 
-def shard_whole(folder):
-    headprune.from_pretrained(folder).save_pretrained(folder, max_shard_size="50KB")
-    (folder / "model.safetensors").unlink(missing_ok=True)
-
-
 def forget(name):
     return lambda manifest: manifest["files"].pop(name)
-
-
-def edit_manifest(change):
-    def apply(folder):
-        manifest = json.loads((folder / "headprune.json").read_text())
-        change(manifest)
-        (folder / "headprune.json").write_text(json.dumps(manifest))
-
-    return apply
 
 
 @pytest.mark.parametrize(
@@ -294,10 +257,13 @@ def edit_manifest(change):
     [
         (lambda f: (f / "notes.txt").write_text("x"), "notes.txt is not in headprune.json"),
         (lambda f: (f / "x.safetensors").write_text("x"), "x.safetensors is not in"),
-        (edit_manifest(forget("model.safetensors")), "model.safetensors is not in"),
-        (edit_manifest(forget("config.json")), "config.json is not in"),
+        (of("headprune.json", forget("model.safetensors")), "model.safetensors is not in"),
+        (of("headprune.json", forget("config.json")), "config.json is not in"),
         (lambda f: (f / "plan.json").unlink(), "plan.json is missing"),
-        (edit_manifest(lambda m: m["files"].update({"x" * 5_000: "0" * 64})), "xxx is missing"),
+        (
+            of("headprune.json", lambda m: m["files"].update({"x" * 5_000: "0" * 64})),
+            "xxx is missing",
+        ),
     ],
     ids=["file", "weights", "no weights", "no config", "missing", "name"],
 )
@@ -323,7 +289,7 @@ def test_the_tolerance_is_not_the_manifests(result, llama_folder):
         stored = manifest["probe"]["outputs"]["logits"]
         stored["values"] = [value + 0.01 * stored["largest"] for value in stored["values"]]
 
-    edit_manifest(change)(result)
+    edit(result / "headprune.json", change)
     verification = verify(result, against=llama_folder)
     assert len(failed(verification)) == 3
     assert "it allows 1e+09, a proof 2e-05" in verification.checks[0].found
@@ -343,7 +309,7 @@ def test_the_tolerance_is_not_the_manifests(result, llama_folder):
 )
 def test_the_recorded_proof_is_judged_anew(recorded, told, result):
     assert verify(result).passed
-    edit_manifest(lambda manifest: manifest["proof"].update(recorded))(result)
+    edit(result / "headprune.json", lambda manifest: manifest["proof"].update(recorded))
     verification = verify(result)
     assert failed(verification) == ["hashes"]
     assert told in verification.checks[0].found
@@ -355,7 +321,7 @@ def test_a_recorded_half_precision_loosens_nothing(result):
         stored = manifest["probe"]["outputs"]["logits"]
         stored["values"] = [value + 0.01 * stored["largest"] for value in stored["values"]]
 
-    edit_manifest(change)(result)
+    edit(result / "headprune.json", change)
     checks = verify(result).checks
     assert not checks[1].passed and "2e-05 allowed" in checks[1].found
 

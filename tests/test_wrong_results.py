@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import headprune
 from headprune.errors import ProofError
@@ -22,6 +21,7 @@ from headprune.result.verify import verify
 from headprune.schemas.manifest import amend_manifest, contents, read_manifest
 from headprune.surgery.cut import cut_heads, uncut
 from tests import tiny
+from tests.damage import of
 
 _DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 _LLAVA_ID = 7  # of an image in a text
@@ -42,40 +42,28 @@ def model(case):
 def setting(value, *names):
     """Change a setting of config.json."""
 
-    def harm(folder):
-        file = folder / "config.json"
-        content = part = json.loads(file.read_text())
+    def harm(content):
         for name in names[:-1]:
-            part = part[name]
-        assert part.get(names[-1]) != value
-        part[names[-1]] = value
-        file.write_text(json.dumps(content))
+            content = content[name]
+        assert content.get(names[-1]) != value
+        content[names[-1]] = value
 
-    return harm
+    return of("config.json", harm)
 
 
 def gone(name):
     """Take a setting out of config.json."""
-
-    def harm(folder):
-        content = json.loads((folder / "config.json").read_text())
-        del content[name]
-        (folder / "config.json").write_text(json.dumps(content))
-
-    return harm
+    return of("config.json", lambda content: content.pop(name))
 
 
 def number(name):
     """Change one number of a tensor, the last, by half of it."""
 
-    def harm(folder):
-        file = folder / "model.safetensors"
-        weights = load_file(file)
+    def harm(weights):
         full = next(each for each in sorted(weights) if name in each)
         weights[full].view(-1)[-1] += 0.5 + weights[full].view(-1)[-1] / 2
-        save_file(weights, file, {"format": "pt"})
 
-    return harm
+    return of("model.safetensors", harm)
 
 
 def text_in(file):
