@@ -95,7 +95,6 @@ def test_a_cut_of_another_head_fails_the_proof(case):
     inputs = probes.probe_inputs(model)
     wanted = equivalence.probe_gated(model, cuts, inputs)
     first = next(i for i, c in enumerate(cuts) if c.scale and len(set(c.scale)) > 1)
-    assert cuts[first].scale is not None
     cuts[first] = replace(cuts[first], scale=cuts[first].scale[::-1])
     cut_heads(model, cuts)
     cut = probes.probe(model, inputs)

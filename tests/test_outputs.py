@@ -171,7 +171,6 @@ def another_process(output):
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         try:
-            assert other.stdout is not None
             assert other.stdout.readline() == "ready\n"
             yield other
         finally:

@@ -42,8 +42,6 @@ TEXT = Path(__file__).parents[1] / "scripts" / "demo" / "train.txt"
 def fetch(name, dtype="float32"):
     path = Path(__file__).parents[1] / "scripts" / "fetch_demo_model.py"
     spec = importlib.util.spec_from_file_location("fetch_demo_model", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -116,7 +116,6 @@ def test_what_calibration_shows_is_what_the_model_computes():
 
     def look(attention, heads, context):
         seen = context.activations
-        assert seen is not None
         torch.testing.assert_close(seen.outputs, given[0])
         rows, part = torch.arange(12), slice(1, 2)
         probabilities = seen.attention(seen.queries[part], seen.keys[part], part, rows)
@@ -142,7 +141,6 @@ def test_a_merge_sees_the_scores_of_the_module_itself_and_the_outputs_of_the_ori
     def look(attention, heads, context):
         if attention is attentions[1]:
             known = context.activations
-            assert known is not None
             seen.append((known.queries, known.keys, known.outputs))
         return heads
 

@@ -531,7 +531,6 @@ def test_a_teacher_shares_what_does_not_change(llama_folder):
     net = from_pretrained(llama_folder)
     changed = output_weights(attention_of(net))
     teacher = original_of(net, changed)
-    assert teacher is not None
     pairs = zip(net.parameters(), teacher.parameters(), strict=True)
     assert [id(one) for one, other in pairs if one is not other] == list(map(id, changed))
     ids = torch.arange(16)[None]
