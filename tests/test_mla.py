@@ -7,11 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-)
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaForSequenceClassification
 
 import headprune
 from headprune.config import CalibrationConfig, DataConfig, HealConfig, HealTrain

@@ -52,6 +52,7 @@ from tests.cutting import uneven_plan
 from tests.marks import slow_unless
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+FLOAT16 = Writing(out_dtype=Dtype.FLOAT16)
 SMALL = CalibrationConfig(calibration_tokens=600, seq_len=16)
 CONVERT = ConvertConfig(kv_heads=1, calibration_tokens=600, seq_len=16)
 
@@ -373,14 +374,10 @@ def test_a_result_that_would_overflow_is_refused_before_any_work(tmp_path):
     base = overflowing(tmp_path, 300.0)
     plan = uneven_plan(headprune.from_pretrained(base))
     with pytest.raises(CheckpointError, match="not finite.*--config out_dtype=bfloat16"):
-        prune(
-            base, tmp_path / "out", CutRequest(plan=plan), writing=Writing(out_dtype=Dtype.FLOAT16)
-        )
+        prune(base, tmp_path / "out", CutRequest(plan=plan), writing=FLOAT16)
     base = overflowing(tmp_path, 70_000.0)
     with pytest.raises(CheckpointError, match=r"holds 7.01e\+04, and float16 ends at 65,504"):
-        prune(
-            base, tmp_path / "out", CutRequest(plan=plan), writing=Writing(out_dtype=Dtype.FLOAT16)
-        )
+        prune(base, tmp_path / "out", CutRequest(plan=plan), writing=FLOAT16)
     assert not (tmp_path / "out").exists()
 
 

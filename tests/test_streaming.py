@@ -44,6 +44,8 @@ from tests.test_cli import refuses, run
 FUSED = tiny.present("gte", "jina_embeddings_v3", "nomic_bert")
 CASES = sorted({*tiny.FAMILY_CASES, *tiny.CASES} - set(FUSED))
 SHARD = "40KB"
+SHARDS = Writing(max_shard_size=SHARD)
+TENSORS, OUTPUTS = (Writing(proof=each) for each in (ProofOption.TENSORS, ProofOption.OUTPUTS))
 
 
 @pytest.fixture(autouse=True)
@@ -188,20 +190,13 @@ def test_what_is_fused_on_disk_is_cut_in_memory(case, tmp_path):
     with pytest.raises(Unmapped, match="is made of several tensors of the checkpoint"):
         on_disk(model, first_gone, tmp_path / "streamed")
     plan = first_gone(headprune.from_pretrained(model))
-    manifest = prune(
-        model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(max_shard_size=SHARD)
-    ).manifest
+    manifest = prune(model, tmp_path / "out", CutRequest(plan=plan), writing=SHARDS).manifest
     assert manifest.proof is not None
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     with pytest.raises(
         CheckpointError, match="--config proof=tensors: 'roberta|gte|nomic.*leave out"
     ):
-        prune(
-            model,
-            tmp_path / "other",
-            CutRequest(plan=plan),
-            writing=Writing(proof=ProofOption.TENSORS),
-        )
+        prune(model, tmp_path / "other", CutRequest(plan=plan), writing=TENSORS)
     assert not (tmp_path / "other").exists()
 
 
@@ -346,7 +341,7 @@ def test_prune_streams_and_proves_outputs(model, plan, tmp_path, monkeypatch):
         model,
         tmp_path / "out",
         CutRequest(plan=plan),
-        writing=Writing(max_shard_size=SHARD),
+        writing=SHARDS,
         context=Context(step=lambda *s: steps.append(s)),
     )
     assert alive
@@ -362,9 +357,7 @@ def test_prune_streams_and_proves_outputs(model, plan, tmp_path, monkeypatch):
 
 
 def test_prune_proves_tensors(model, plan, tmp_path):
-    result = prune(
-        model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(proof=ProofOption.TENSORS)
-    )
+    result = prune(model, tmp_path / "out", CutRequest(plan=plan), writing=TENSORS)
     made = read_manifest(tmp_path / "out")
     assert made == result.manifest and made.proof is made.probe is None
     assert made.tensor_proof.tensors == len(weights(tmp_path / "out"))
@@ -384,9 +377,7 @@ def test_prune_proves_tensors(model, plan, tmp_path):
 
 
 def test_a_tensor_that_changed_fails_verify(model, plan, tmp_path):
-    prune(
-        model, tmp_path / "out", CutRequest(plan=plan), writing=Writing(proof=ProofOption.TENSORS)
-    )
+    prune(model, tmp_path / "out", CutRequest(plan=plan), writing=TENSORS)
     flip(max((tmp_path / "out").glob("*.safetensors")))
     found = verify(tmp_path / "out", model)
     assert [check.passed for check in found.checks] == [False, True, False]
@@ -416,9 +407,7 @@ def test_too_little_memory_leads_to_tensors(model, plan, tmp_path, monkeypatch):
     result = prune(model, tmp_path / "small", CutRequest(plan=plan))
     assert result.manifest.proof is None and result.manifest.tensor_proof is not None
     assert any("No outputs were compared: that takes" in said for said in result.warnings)
-    asked = prune(
-        model, tmp_path / "asked", CutRequest(plan=plan), writing=Writing(proof=ProofOption.OUTPUTS)
-    )
+    asked = prune(model, tmp_path / "asked", CutRequest(plan=plan), writing=OUTPUTS)
     assert asked.manifest.proof is not None and asked.warnings == ()
 
 
@@ -480,7 +469,7 @@ def test_proof_of_tensors_is_refused_where_weights_change(model, plan, tmp_path)
             tmp_path / "out",
             CutRequest(plan=plan),
             refit=DataConfig(source=str(text)),
-            writing=Writing(proof=ProofOption.TENSORS),
+            writing=TENSORS,
         )
 
 
@@ -497,7 +486,7 @@ def test_a_weight_that_overflows_is_refused(model, plan, tmp_path):
             model,
             tmp_path / "out",
             CutRequest(plan=plan),
-            writing=Writing(out_dtype=Dtype.FLOAT16, proof=ProofOption.TENSORS),
+            writing=TENSORS.model_copy(update={"out_dtype": Dtype.FLOAT16}),
         )
     assert not (tmp_path / "out").exists()
 
@@ -516,12 +505,7 @@ def test_a_weight_that_is_nan_is_refused(model, plan, tmp_path):
 
     renamed(model, damaged)
     with pytest.raises(CheckpointError, match=r"'model.layers.1.mlp.up_proj.weight' holds NaN"):
-        prune(
-            model,
-            tmp_path / "out",
-            CutRequest(plan=plan),
-            writing=Writing(proof=ProofOption.TENSORS),
-        )
+        prune(model, tmp_path / "out", CutRequest(plan=plan), writing=TENSORS)
     assert not (tmp_path / "out").exists()
 
 
