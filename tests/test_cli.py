@@ -260,7 +260,7 @@ def test_bad_data(llama_folder, tmp_path, capsys):
         refuses(capsys, message, *command, *options)
 
 
-def test_bad_models(text_file, tmp_path, capsys):
+def test_bad_models(tmp_path, capsys):
     bare = tiny.save(tiny.model("gpt2"), tmp_path / "bare")
     (bare / "model.safetensors").unlink()
     unknown = tmp_path / "unknown"

@@ -502,7 +502,7 @@ def test_what_is_asked_for_wrongly_ends_in_a_sentence(llama_folder, data, tmp_pa
         compressed(image, data, tmp_path / "c", keep=0.5)
 
 
-def test_merges_are_offered_every_kv_head_that_fits(tmp_path):
+def test_merges_are_offered_every_kv_head_that_fits():
     net, heads = tiny.model("llama-gqa"), 12
     for kept in range(4, heads + 1):
         prices = Prices(64.0, (Price(0.0, 80.0, -8.0),) * 4)

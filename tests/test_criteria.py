@@ -300,7 +300,7 @@ def test_an_exact_plan_is_the_best_of_all(data):
 
 
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2", "falcon-new", "bart", "qwen3"))
-def test_parameter_prices_are_what_a_cut_leaves(case, tmp_path):
+def test_parameter_prices_are_what_a_cut_leaves(case):
     model = tiny.model(case)
     attentions, prices = attention_of(model), parameter_prices(model, attention_of(model))
     cuts = resolve(uneven_plan(model), model)

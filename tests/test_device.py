@@ -113,7 +113,7 @@ def test_a_device_that_is_not_there_is_refused(two_gpus, asked):
         pass
 
 
-def test_at_the_command_line(llama_folder, text_file, tmp_path, capsys):
+def test_at_the_command_line(llama_folder, tmp_path, capsys):
     scores = tmp_path / "scores"
     given = ["score", llama_folder, "--criterion", "magnitude", scores]
     refuses(capsys, "--device cuda:99: there is no such device here", *given, "--device", "cuda:99")

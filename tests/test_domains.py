@@ -194,7 +194,7 @@ def test_the_command_line_takes_several(llama_folder, text_file, other_text, tmp
     assert headprune.verify(cut, against=llama_folder).passed
 
 
-def test_settings_name_several(tmp_path):
+def test_settings_name_several():
     content = yaml.safe_load("data: {wiki: me/a, brown: me/b}")
     options = build(CheckConfig, model="m", **content)
     assert list(options.domains()) == ["wiki", "brown"]

@@ -213,7 +213,7 @@ def other(net):
 )
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
 @pytest.mark.parametrize("place", ["model", "against"])
-def test_a_model_in_memory_without_all_its_weights_is_refused(make, why, place, tmp_path):
+def test_a_model_in_memory_without_all_its_weights_is_refused(make, why, place):
     pair = (tiny.model("llama-gqa"), tiny.tokenizer())
     given = {"model": pair, "against": pair, place: make(tiny.model("llama-gqa"))}
     with pytest.raises(HeadpruneError, match=why):
@@ -231,7 +231,7 @@ def test_what_transformers_does_not_write_is_said(monkeypatch):
         headprune.inspect(net)
 
 
-def test_several_data_sets_are_domains(tmp_path):
+def test_several_data_sets_are_domains():
     pair = (tiny.model("llama-gqa"), tiny.tokenizer())
     data = {"main": texts(), "other": texts(50)}
     report = headprune.evaluate(pair, data=data, seq_len=16, speed=False)

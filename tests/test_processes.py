@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -65,9 +64,6 @@ def launched(folder, *command):
         capture_output=True,
         text=True,
     )
-
-
-Start = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def furthest(folder, one, other):

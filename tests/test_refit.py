@@ -233,7 +233,7 @@ def test_a_twin_makes_up_for_its_twin(case):
     assert all(r.after <= r.before * (1 + 1e-9) for r in others)
 
 
-def test_what_cannot_be_refitted_is_said(tmp_path):
+def test_what_cannot_be_refitted_is_said():
     model = tiny.model("gpt2")
     attentions = attention_of(model)
     gates = [torch.ones(a.query_heads) for a in attentions]

@@ -389,7 +389,7 @@ def test_migrate(tmp_path):
     assert not _same(whole, layers)
 
 
-def test_weights_of_the_hub_are_fetched_first(sharded, tmp_path, monkeypatch):
+def test_weights_of_the_hub_are_fetched_first(sharded, monkeypatch):
     fetched = []
 
     def download(model, file, **_):

@@ -123,7 +123,7 @@ def test_a_report_shows_what_became_of_roles(place, tmp_path):
     assert "Roles of heads" in text and "Roles of heads" not in other
 
 
-def test_a_group_is_held_for_one_of_its_heads(tmp_path):
+def test_a_group_is_held_for_one_of_its_heads():
     from headprune.model.attention import attention_of
     from headprune.planning.roles import held_units
     from headprune.schemas.roles import RolesRecord

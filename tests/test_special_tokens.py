@@ -157,7 +157,7 @@ def test_samples_of_text_begin_as_a_text(kind, tmp_path, text_file):
 
 
 @pytest.mark.parametrize("kind", ["eos", "two"])
-def test_what_stands_before_a_text_is_not_predicted(kind, tmp_path, text_file):
+def test_what_stands_before_a_text_is_not_predicted(kind, text_file):
     before, net = TOKENIZERS[kind][0], tiny.model("llama-gqa")
     config = TrainGatesConfig(target_heads=12, seq_len=SEQ, batch_size=4)
     data = DataConfig(source=str(text_file))
@@ -170,7 +170,7 @@ def test_what_stands_before_a_text_is_not_predicted(kind, tmp_path, text_file):
 
 
 @pytest.mark.parametrize("kind", ["eos", "two"])
-def test_whatever_an_evaluation_reads_begins_as_a_text(kind, tmp_path, text_file):
+def test_whatever_an_evaluation_reads_begins_as_a_text(kind, tmp_path):
     before = TOKENIZERS[kind][0]
     folder = saved(kind, tmp_path / "model")
     prose = tmp_path / "prose.txt"

@@ -289,7 +289,7 @@ def test_headers_of_another_model_are_another_identity(tmp_path):
     assert identity(headprune.from_pretrained(model, weights=False), model) != was
 
 
-def test_inspect_and_dry_runs_need_no_weights(tmp_path, monkeypatch):
+def test_inspect_and_dry_runs_need_no_weights(tmp_path):
     model = saved("llama-gqa", tmp_path / "model")
     plan = first_gone(headprune.from_pretrained(model))
     wanted = inspect(model), preview(model, CutRequest(plan=plan))

@@ -132,7 +132,7 @@ def test_limits_on_what_is_written(tmp_path):
     assert {one.metric for one in few.limits if one.verdict.value == "broken"} >= {"bleu", "wer"}
 
 
-def test_prompts_are_padded_on_the_left(tmp_path):
+def test_prompts_are_padded_on_the_left():
     model, tokenizer = tiny.model("llama-gqa"), tiny.tokenizer()
     prompts = [tiny.text(3 + number % 4, number) for number in range(9)]
     alone = write(model, prompts, tokenizer, 1, 6)
@@ -161,7 +161,7 @@ class Longest(evaluate.Metric):
 """
 
 
-def test_a_module_of_evaluate_is_read_where_code_may_run(tmp_path, monkeypatch):
+def test_a_module_of_evaluate_is_read_where_code_may_run(tmp_path):
     module = tmp_path / "longest.py"
     module.write_text(MODULE)
     with pytest.raises(HeadpruneError, match="runs code that comes with it"):

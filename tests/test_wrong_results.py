@@ -237,7 +237,7 @@ def test_probes_reach_windows_ropes_and_towers(case, settings, harm):
         equivalence.conclude(expected, probes.probe(net, expected.inputs))
 
 
-def test_what_no_probe_reached_is_said(tmp_path, monkeypatch, capsys):
+def test_what_no_probe_reached_is_said(tmp_path, monkeypatch):
     from headprune.render import records
 
     monkeypatch.setattr(probes, "_WORK", 0)
@@ -250,7 +250,7 @@ def test_what_no_probe_reached_is_said(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_tensors_are_compared_in_half_precision(dtype, tmp_path, monkeypatch):
+def test_tensors_are_compared_in_half_precision(dtype, tmp_path):
     base = tiny.save(model("llava").to(dtype), tmp_path / "model")
     out = cut(base, tmp_path / "out")
     number("vision_tower")(out)
