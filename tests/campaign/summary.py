@@ -74,8 +74,8 @@ def page(results, seeds):
         "",
         f"Machine: {platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python "
         f"{platform.python_version()}. headprune {__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}. Models: two layers of Llama, BERT, GPT-2 and "
-        "T5, random, made on the spot.",
+        f"transformers {transformers.__version__}. Models: two layers of Llama and GPT-2, "
+        "random, made on the spot.",
     ]
     if broken:
         lines += ["", "## Broken", "", "```", by_cause(broken), "```"]
