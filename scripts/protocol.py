@@ -68,7 +68,7 @@ from headprune.data.text import evenly
 from headprune.evaluation.metrics import similarity_correlation
 from headprune.evaluation.quality import causal_losses, embeddings
 from headprune.evaluation.tasks import task_scores
-from headprune.evidence.recall import needed
+from headprune.evidence.recall import passage_dependent_words
 from headprune.model.answers import answered
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
@@ -355,7 +355,7 @@ class Bench:
         file = _written(self.work / "brown.txt", self.brown)
         examples = read_examples(DataConfig(source=str(file)))
         words = passage_words(examples, PASSAGES, self.tokenizer, LONG)
-        return needed(from_pretrained(self.model, dtype="float32"), words, 8)
+        return passage_dependent_words(from_pretrained(self.model, dtype="float32"), words, 8)
 
     def nll(
         self, net: PreTrainedModel, text: str, length: int, windows: int | None = None

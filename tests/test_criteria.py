@@ -144,8 +144,8 @@ def test_a_bias_of_the_output_takes_over_what_is_constant(case, criterion):
         heads, bias = read_output(attention)
         hidden = heads.shape[1]
         part.collected |= {"curvature": torch.linspace(1, 2, hidden), "recall": None}
-        felt = part.curvature.sqrt()[:, None] if criterion == "compensated" else torch.ones(1)
-        weight = heads.transpose(0, 1).flatten(1).double() * felt
+        root = part.curvature.sqrt()[:, None] if criterion == "compensated" else torch.ones(1)
+        weight = heads.transpose(0, 1).flatten(1).double() * root
         units = members(Unit.HEAD, attention.group_sizes)
         costs = CRITERIA[criterion].score(part, units)
         biased = bias is not None

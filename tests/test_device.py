@@ -178,7 +178,7 @@ def test_what_takes_less_memory_is_an_option_of_the_command(name, device, error,
     ],
 )
 def test_full_devices_and_failed_ones_are_told_apart(error, full, failed):
-    assert (devices.out_of_memory(error), devices.itself_failed(error)) == (full, failed)
+    assert (devices.out_of_memory(error), devices.device_failed(error)) == (full, failed)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from headprune.config import (
     ScoreConfig,
     TrainGatesConfig,
 )
-from headprune.context import Context, MadeBy
+from headprune.context import CommandProvenance, Context
 from headprune.distillation.heal import heal
 from headprune.errors import CheckpointError, HeadpruneWarning, PlanError
 from headprune.evaluation.evaluate import evaluate
@@ -50,12 +50,12 @@ def made(tmp_path_factory):
     (home / "text.txt").write_text(tiny.text(1_000))
     score(home / "base", home / "scores", SMALL.part(ScoreConfig, criterion=["magnitude"]))
     for name, keep in (("half", 0.5), ("most", 0.75)):
-        made_by = MadeBy(command="prune", options={"keep": keep})
+        provenance = CommandProvenance(command="prune", options={"keep": keep})
         prune(
             home / "base",
             home / name,
             CutRequest(scores=home / "scores", keep=keep),
-            context=Context(made_by=made_by),
+            context=Context(provenance=provenance),
         )
     return home
 
@@ -90,8 +90,8 @@ def test_an_id_is_of_content_and_not_of_place_or_time(home, tmp_path):
     edit(again.output / "headprune.json", lambda m: m.update(created="2001-01-01T00:00:00+00:00"))
     shutil.move(again.output, tmp_path / "moved")
     assert read_manifest(tmp_path / "moved").id == manifest.id
-    assert manifest.made_by == MadeBy(command="prune", options={"keep": 0.5})
-    assert again.manifest.made_by is None
+    assert manifest.provenance == CommandProvenance(command="prune", options={"keep": 0.5})
+    assert again.manifest.provenance is None
     assert read_manifest(home / "most").id != manifest.id
 
 
@@ -195,21 +195,21 @@ def test_a_cut_knows_its_gates(home, tmp_path):
 
 
 def test_a_chain_knows_its_parents(home, tmp_path):
-    by = [MadeBy(command=name, options={}) for name in ("convert-gqa", "heal")]
+    by = [CommandProvenance(command=name, options={}) for name in ("convert-gqa", "heal")]
     config = ConvertConfig(kv_heads=1)
     merged = convert_gqa(
-        home / "half", tmp_path / "merged", config, context=Context(made_by=by[0])
+        home / "half", tmp_path / "merged", config, context=Context(provenance=by[0])
     ).pruned
     training = HealConfig(steps=1, batch_size=2, seq_len=16, seed=5)
     healed = heal(
         *(merged.output, home / "base", text_of(home), tmp_path / "healed", training),
-        context=Context(made_by=by[1]),
+        context=Context(provenance=by[1]),
     ).pruned
     base, half = id_of_model(home / "base"), id_of_model(home / "half")
     steps = healed.manifest.steps
     assert [step.parent for step in steps] == [base, half, merged.manifest.id]
     assert [step.id for step in steps] == [half, merged.manifest.id, healed.manifest.id]
-    assert [step.made_by for step in steps][1:] == by
+    assert [step.provenance for step in steps][1:] == by
     _, merging, healing = (step.done for step in steps)
     assert isinstance(merging, Merging)
     assert (merging.merge, merging.seed) == ("mean", 0)
@@ -326,8 +326,8 @@ def test_scores_belong_to_what_they_chose(home, tmp_path):
 
 
 def test_the_page_tells_ids_and_the_command(home, tmp_path):
-    made_by = {"command": "prune", "options": {"keep": 0.5, "layout": "ragged", "plan": None}}
-    edit(home / "half" / "headprune.json", lambda m: m.update(made_by=made_by))
+    provenance = {"command": "prune", "options": {"keep": 0.5, "layout": "ragged", "plan": None}}
+    edit(home / "half" / "headprune.json", lambda m: m.update(provenance=provenance))
     manifest = read_manifest(home / "half")
     page = report([home / "half"], tmp_path / "page.html").output.read_text()
     for told in (manifest.id, manifest.parent, "prune, keep 0.5, layout ragged"):

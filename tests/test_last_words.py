@@ -14,7 +14,7 @@ from headprune.evaluation import evaluate as evaluation
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import Samples
 from headprune.evaluation.probes import last_words
-from headprune.evidence.recall import needed
+from headprune.evidence.recall import passage_dependent_words
 from headprune.model.answers import answered
 from headprune.model.batch import most_tokens
 from headprune.model.passes import logits_at
@@ -250,10 +250,13 @@ def test_unequal_numbers_of_windows_are_not_paired(tmp_path, monkeypatch):
 def test_passage_words_stand_earlier_but_not_in_their_own_sentence():
     filler = sentence(0, 45)
     told = f"the river was {filler} And so it went to the River."
-    assert passages([told], 1, lambda one: one.told_before)[0].sentence == "And so it went to the"
+    assert (
+        passages([told], 1, lambda one: one.answer_in_context)[0].sentence
+        == "And so it went to the"
+    )
     for other in (f"{filler} And so it went to the River.", f"{filler} The river is the river."):
         assert passages([other], 1)
-        assert not passages([other], 1, lambda one: one.told_before)
+        assert not passages([other], 1, lambda one: one.answer_in_context)
 
 
 def passage_text(model, words, count):
@@ -282,7 +285,7 @@ def test_an_evaluation_says_which_words_of_the_passage_are_kept(tmp_path, monkey
     config = EvaluateConfig(seq_len=16, speed=False, resamples=200, last_words=0)
     given = passage_words(read_examples(data), 100, words, None)
     assert len(given) == 24
-    rows = needed(tiny.model("llama-gqa"), given, 4)
+    rows = passage_dependent_words(tiny.model("llama-gqa"), given, 4)
     alone = answered(tiny.model("llama-gqa"), [one.alone for one in given], 4)
     assert 5 <= len(rows) == 24 - alone.sum() < 24  # some sentences tell the word by themselves
     same = evaluate(tmp_path / "model", data, config, tmp_path / "model")

@@ -25,7 +25,7 @@ from headprune.result import write as writing
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune
 from headprune.surgery.cut import cut_heads, resolve
-from headprune.surgery.edit import Edit, collecting, sketch, trying
+from headprune.surgery.edit import Edit, collecting, meta_model, trying
 from tests import tiny
 from tests.cutting import uneven_plan
 
@@ -162,7 +162,7 @@ def test_what_is_tried_is_what_is_written(case, dtype, tmp_path):
     with trying(model.net, edit):
         tried = writing.probes.probe(model.net, inputs)
     assert all(torch.equal(before[n], weight) for n, weight in model.net.state_dict().items())
-    sizes = sketch(model, edit).num_parameters()
+    sizes = meta_model(model, edit).num_parameters()
     changes = writing.Changes(writing_record())
     written = writing.write(model, edit, tmp_path / "out", changes)
     assert written.manifest.parameters[1] == sizes < written.manifest.parameters[0]

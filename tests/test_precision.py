@@ -34,7 +34,7 @@ from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.inspection import inspect
 from headprune.model.open import open_model
-from headprune.model.precision import refuse_missing_dtype, widened
+from headprune.model.precision import refuse_missing_dtype
 from headprune.model.stored import StoredDtypes, stored_dtypes, stored_tensors
 from headprune.planning.choose import CutRequest
 from headprune.proof import equivalence

@@ -75,7 +75,7 @@ def test_scores_are_raised_where_the_text_has_passages(unit, tmp_path, monkeypat
     kept = score(folder, tmp_path / "kept", config, data)
     assert kept.metadata.recalls
     given = passage_words(read_examples(data), 10**6, words, None, inside=True)
-    told = recall.needed(model, given, 4)
+    told = recall.passage_dependent_words(model, given, 4)
     heads = effects(model, attention_of(model), told)
     units = [members(unit, a.group_sizes) for a in attention_of(model)]
     carried = torch.cat([per_unit(h, u) for h, u in zip(heads, units, strict=True)])

@@ -136,7 +136,7 @@ SETTINGS = [
 MAY_BE_NULL = {
     *("against", "memory", "speed", "longest_context", "max_windows", "label_column", "baseline"),
     *("text_column", "commit", "unit", "steps", "save_every", "scale", "groups", "ways", "layers"),
-    *("refit", "data", "l0_penalty", "target_heads", "dtype", "auto_class", "made_by", "parent"),
+    *("refit", "data", "l0_penalty", "target_heads", "dtype", "auto_class", "provenance", "parent"),
     *("evidence", "criterion", "keep", "teacher_id", "id", "measured", "scores", "seed", "choice"),
     *("data_sha256", "domains", "refit_left_out", "tensor_proof", "gated_vs_cut", "stderr"),
     *("kv_budget", "kv_heads", "merge", "merges", "rope", "weight_bytes", "peak_memory_bytes"),

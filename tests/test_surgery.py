@@ -61,7 +61,7 @@ def test_what_is_clear_before_the_work_takes_four_passes(monkeypatch):
     model.register_forward_pre_hook(lambda *_: passes.append(1))
     writing._refuse_unprovable(model, plan)
     assert len(passes) == 4
-    monkeypatch.setattr(writing, "_SPARE", 1e9)
+    monkeypatch.setattr(writing, "_ROUNDING_FACTOR", 1e9)
     writing._refuse_unprovable(model, plan)
     assert len(passes) == 4 + 4 + 31
 
@@ -77,7 +77,7 @@ def test_a_proof_that_rounding_hides_is_none():
     with pytest.raises(ProofError, match="would show nothing.*in float64"):
         hidden.refuse_inconclusive()
     assert amplified.passed and not expecting(wanted, other, rounding=2e-5).inconclusive()
-    assert expecting(wanted, other, rounding=2e-5).inconclusive(spare=1e3)
+    assert expecting(wanted, other, rounding=2e-5).inconclusive(rounding_factor=1e3)
     with pytest.raises(ProofError, match="would show nothing"):
         equivalence.conclude(hidden, near)
 

@@ -517,7 +517,7 @@ def test_half_of_each_loss(llama_folder):
     ids = torch.arange(32).reshape(2, 16) % 30
     batch = {"input_ids": ids, "labels": ids}
     gates = Gates(attention_of(net), Unit.HEAD, 3.0, 2 / 3)
-    gates.settle(range(1, 24), torch.arange(24.0))
+    gates.fix_by_scores(range(1, 24), torch.arange(24.0))
     with torch.no_grad(), gated(attention_of(net), gates.source):
         own, apart, both = (
             loss(net, gates, batch)

@@ -9,7 +9,7 @@ import transformers
 
 import headprune
 from headprune.config import ConvertConfig
-from headprune.context import Context, MadeBy
+from headprune.context import CommandProvenance, Context
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.model import probes
 from headprune.model.attention import attention_of
@@ -136,9 +136,9 @@ def test_a_folder_of_transformers_4_loads_and_migrates(case, tmp_path):
     wanted = probes.probe(model, inputs)
     loaded = headprune.from_pretrained(folder)
     assert equivalence.difference(wanted, probes.probe(loaded, inputs)) == 0
-    made_by = MadeBy(command="migrate", options={})
-    migrated = migrate(folder, tmp_path / "new", context=Context(made_by=made_by))
-    assert (migrated.manifest.done, migrated.manifest.made_by) == (Migration(), made_by)
+    provenance = CommandProvenance(command="migrate", options={})
+    migrated = migrate(folder, tmp_path / "new", context=Context(provenance=provenance))
+    assert (migrated.manifest.done, migrated.manifest.provenance) == (Migration(), provenance)
     out = migrated.output
     assert "rewritten for transformers 5" in (out / "README.md").read_text()
     assert verify(out).passed

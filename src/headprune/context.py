@@ -16,7 +16,7 @@ def _no_step(done: int, total: int, numbers: str = "") -> None:
 
 
 @dataclass(frozen=True)
-class MadeBy:
+class CommandProvenance:
     """The command that wrote a result; pydantic, which reads it, is slow to import.
 
     Attributes:
@@ -53,7 +53,7 @@ class Context:
         whole: Called with parts of the whole job done, and parts in all.
         line: Called with a line that stays, and whether it is of success or failure.
         allowed: Permissions of a model.
-        made_by: The command, for the record; None where no command runs.
+        provenance: The command, for the record; None where no command runs.
     """
 
     stage: Callable[[str], None] = lambda stage: None
@@ -61,7 +61,7 @@ class Context:
     whole: Callable[[int, int], None] = lambda done, total: None
     line: Callable[..., None] = lambda line, good=None: None
     allowed: Allowed = Allowed()
-    made_by: MadeBy | None = None
+    provenance: CommandProvenance | None = None
 
     def each(self, items: Sequence[Item]) -> Iterator[Item]:
         """Yield the items, each a step of the stage."""
@@ -69,6 +69,6 @@ class Context:
             yield item
             self.step(number, len(items))
 
-    def unheard(self) -> Context:
+    def without_progress(self) -> Context:
         """Return the same without progress."""
-        return Context(allowed=self.allowed, made_by=self.made_by)
+        return Context(allowed=self.allowed, provenance=self.provenance)

@@ -132,15 +132,15 @@ def out_of_memory(error: BaseException) -> bool:
     return by_message or type(error).__name__ == "OutOfMemoryError"
 
 
-def itself_failed(error: BaseException) -> bool:
+def device_failed(error: BaseException) -> bool:
     """Return whether an accelerator failed and lost its data."""
     by_device = type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error)
     return isinstance(error, RuntimeError) and by_device and not out_of_memory(error)
 
 
-def gave_out(error: BaseException) -> bool:
+def is_device_failure(error: BaseException) -> bool:
     """Return whether the memory or the device failed, not the input."""
-    return isinstance(error, MemoryError) or out_of_memory(error) or itself_failed(error)
+    return isinstance(error, MemoryError) or out_of_memory(error) or device_failed(error)
 
 
 def _found(option: str) -> torch.device:

@@ -185,7 +185,7 @@ def _plain(value: Any) -> Any:
 def _may_resume(error: Exception) -> bool:
     if isinstance(error, HeadpruneError):
         return not isinstance(error, TrainingError | DataError | PlanError)
-    return devices.itself_failed(error)
+    return devices.device_failed(error)
 
 
 def _is_whole(checkpoint: Path) -> bool:

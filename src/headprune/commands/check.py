@@ -16,7 +16,7 @@ from headprune.commands import options as o
 from headprune.commands.command import command
 from headprune.commands.listing import Panel
 from headprune.config import CheckConfig, build
-from headprune.config.values import Count, Few, Length, Level, Seed, possible_place, several
+from headprune.config.values import Count, Length, Level, PositiveInt, Seed, possible_place, several
 from headprune.context import Context
 from headprune.errors import HeadpruneError
 
@@ -116,11 +116,11 @@ def check(
     split: str = "test",
     drop_unexpected: bool = False,
     seq_len: Length = 512,
-    batch_size: Few = 4,
+    batch_size: PositiveInt = 4,
     confidence: Level = 0.99,
-    resamples: Few = 10_000,
+    resamples: PositiveInt = 10_000,
     needle_lengths: o.Lengths = (),
-    needle_trials: Few = 4,
+    needle_trials: PositiveInt = 4,
     max_new_tokens: int = 128,
     dtype: o.Dtype = "auto",
     seed: Seed = 0,
@@ -178,7 +178,7 @@ def _never_one(context: Context) -> Iterator[None]:
     except HeadpruneError:
         raise
     except Exception as error:  # any would end with 1, which says that a limit is broken
-        if devices.gave_out(error):
+        if devices.is_device_failure(error):
             raise
         context.line("".join(traceback.format_exception(error)).rstrip())
         raise HeadpruneError(

@@ -31,10 +31,10 @@ from pydantic_core import to_jsonable_python
 from typer.models import ArgumentInfo, OptionInfo
 
 from headprune import devices, placements
-from headprune.commands.held import as_files, bars_hidden
+from headprune.commands.in_memory_inputs import as_files, bars_hidden
 from headprune.commands.listing import Panel, listed
 from headprune.config.base import flag, sentence
-from headprune.context import Context, MadeBy
+from headprune.context import CommandProvenance, Context
 from headprune.errors import HeadpruneError
 
 if TYPE_CHECKING:
@@ -209,7 +209,9 @@ def command(
                 remote = bool(values.get("trust_remote_code")) or context.allowed.trust_remote_code
                 context = replace(
                     context,
-                    made_by=MadeBy(command=registered.name, options=_recorded(registered, values)),
+                    provenance=CommandProvenance(
+                        command=registered.name, options=_recorded(registered, values)
+                    ),
                     allowed=replace(context.allowed, trust_remote_code=remote),
                 )
                 with bars_hidden(), _surroundings(registered, values, context) as context:
@@ -298,7 +300,7 @@ def _surroundings(command: Command, values: Values, context: Context) -> Iterato
         try:
             yield replace(context, stage=stage)
         except Exception as error:  # a device fails with several kinds; others are raised
-            if devices.itself_failed(error):
+            if devices.device_failed(error):
                 # the place says where to look if it is no chance
                 context.line("".join(traceback.format_exception(error)).rstrip())
                 resume = ", with --resume" if "resume" in values else ""

@@ -14,7 +14,7 @@ from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.convert_gqa import refuse_healing_by_layers
 from headprune.commands.listing import Panel
 from headprune.config import CompressConfig, DataConfig, build, data_configs, domains
-from headprune.config.values import Count, Few, Length, Seed, Tokens, listed
+from headprune.config.values import Count, Length, PositiveInt, Seed, Tokens, listed
 from headprune.context import Context
 from headprune.errors import HeadpruneError
 
@@ -92,7 +92,7 @@ def compress(
     seq_len: Length = 2_048,
     held_out_tokens: Count = 16_384,
     max_new_tokens: Count = 128,
-    batch_size: Few = 4,
+    batch_size: PositiveInt = 4,
     text_column: str | None = None,
     label_column: str | None = None,
     dtype: o.Dtype = "auto",

@@ -11,7 +11,7 @@ from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.convert_gqa import warnings
 from headprune.commands.listing import Panel
 from headprune.config import LatentConfig, build, data_config
-from headprune.config.values import Count, Few, Length, Seed, Tokens
+from headprune.config.values import Count, Length, PositiveInt, Seed, Tokens
 from headprune.context import Context
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def convert_mla(
     heal_steps: o.HealSteps | None = None,
     calibration_tokens: Tokens = 16_384,
     seq_len: Length = 512,
-    batch_size: Few = 4,
+    batch_size: PositiveInt = 4,
     seed: Seed = 0,
     overwrite: o.Overwrite = False,
     device: str = "auto",

@@ -12,7 +12,7 @@ from headprune.commands.command import command
 from headprune.commands.listing import Panel
 from headprune.config import DataConfig, EvaluateConfig, build, data_configs, domains
 from headprune.config.data import Loss
-from headprune.config.values import Few, Length, Level, Memory, Seed
+from headprune.config.values import Length, Level, Memory, PositiveInt, Seed
 from headprune.context import Context
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ def evaluate(
     max_windows: o.MaxWindows | None = None,
     seq_len: Annotated[Length, o.option("Tokens per window or text.")] = 512,
     card: bool = False,
-    batch_size: Few = 4,
+    batch_size: PositiveInt = 4,
     confidence: Level = 0.95,
-    resamples: Few = 2000,
+    resamples: PositiveInt = 2000,
     memory: Memory | None = None,
     decode_batches: o.Lengths = (1, 8),
     needle_lengths: o.Lengths = (),
-    needle_trials: Few = 4,
+    needle_trials: PositiveInt = 4,
     last_words: int = 200,
     passage_words: int = 400,
     copying: Literal[0] = 0,  # of repeated text nothing is measured

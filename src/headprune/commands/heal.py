@@ -13,7 +13,7 @@ from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import HealConfig, Resuming, build
 from headprune.config.data import Loss, data_config
-from headprune.config.values import Few, Length, Positive, Seed, Steps, possible_place
+from headprune.config.values import Length, Positive, PositiveInt, Seed, Steps, possible_place
 from headprune.context import Context
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def heal(
     train: Annotated[
         Literal["attention", "lora", "all"], o.option("Weights to train.", panel=o.TRAINING)
     ] = "all",
-    batch_size: Few | None = None,
+    batch_size: PositiveInt | None = None,
     seq_len: Length | None = None,
     learning_rate: Positive | None = None,
     report_to: o.ReportTo = "none",
@@ -54,7 +54,7 @@ def heal(
     label_column: str | None = None,
     objective: Literal["auto", "distill", "lm+distill"] = "auto",
     optimizer: Literal["auto", "muon", "adamw"] = "auto",
-    lora_rank: Few = 16,
+    lora_rank: PositiveInt = 16,
     bf16: bool = True,
     gradient_checkpointing: bool = False,
     seed: Seed = 0,

@@ -68,7 +68,8 @@ Metrics = Annotated[
 # ---- what to cut
 MaxParams = Annotated[values.Count, option("Parameters of the whole model, at most.")]
 MaxKvBytes = Annotated[
-    values.Amount, option("Bytes of KV cache per token, at most; with windows at 8,192 tokens.")
+    values.NonNegativeInt,
+    option("Bytes of KV cache per token, at most; with windows at 8,192 tokens."),
 ]
 Unit = Annotated[
     Literal["head", "kv-group", "query-slot"],

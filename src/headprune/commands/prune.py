@@ -21,10 +21,10 @@ from headprune.config import (
 )
 from headprune.config.data import refuse_missing_file
 from headprune.config.values import (
-    Few,
-    Kept,
+    FractionOrCount,
     Length,
     Names,
+    PositiveInt,
     Seed,
     ShardSize,
     Tokens,
@@ -96,7 +96,8 @@ def prune(
     ]
     | None = None,
     keep: Annotated[
-        Kept, o.option("Heads to keep: a share (0.75; 1.0 is all) or a count (202; 1 is one).")
+        FractionOrCount,
+        o.option("Heads to keep: a share (0.75; 1.0 is all) or a count (202; 1 is one)."),
     ]
     | None = None,
     max_params: o.MaxParams | None = None,
@@ -122,7 +123,7 @@ def prune(
     text_column: str | None = None,
     calibration_tokens: Tokens | None = None,
     seq_len: Length | None = None,
-    batch_size: Few = 4,
+    batch_size: PositiveInt = 4,
     dtype: o.Dtype = "auto",
     seed: Seed = 0,
     out_dtype: o.Dtype = "auto",
@@ -161,10 +162,10 @@ def prune(
         seq_len=seq_len or calibration.seq_len,
     )
     writing = build(Writing, locals())
-    if context.made_by is not None and text is not None:
+    if context.provenance is not None and text is not None:
         used = {"refit": text.source, "calibration_tokens": calibration.calibration_tokens}
-        options = {**context.made_by.options, **used, "seq_len": calibration.seq_len}
-        context = replace(context, made_by=replace(context.made_by, options=options))
+        options = {**context.provenance.options, **used, "seq_len": calibration.seq_len}
+        context = replace(context, provenance=replace(context.provenance, options=options))
     return prune(model, output, request, text, calibration, writing, context)
 
 
@@ -193,7 +194,7 @@ def _refit(
     made, name = record.metadata, record.of(criterion)[0]
     if not CRITERIA[name].assumes_refit or not made.refits or made.data is None:
         return None, usual
-    why = f"{name} scores reckon with a refit, and the text that they were made on, "
+    why = f"{name} scores assume a refit, and the text that they were made on, "
     try:
         refuse_missing_file(made.data.source)
     except HeadpruneError:
@@ -206,7 +207,7 @@ def _refit(
             f"{why}'{made.data.source}', has changed: give --refit DATA, or --refit none."
         )
     context.line(
-        f"{name} scores reckon with a refit: it is made on their text, '{made.data.source}' "
+        f"{name} scores assume a refit: it is made on their text, '{made.data.source}' "
         "(--refit none for no refit)"
     )
     return made.data, made.calibration

@@ -13,7 +13,7 @@ from headprune.commands.command import command
 from headprune.commands.listing import Panel
 from headprune.config import RolesConfig, build
 from headprune.config.data import data_config
-from headprune.config.values import Amount, Few, Length, Level, Seed, possible_place
+from headprune.config.values import Length, Level, NonNegativeInt, PositiveInt, Seed, possible_place
 from headprune.context import Context
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ def roles(
     output: o.Output,
     *,
     data: o.Data,
-    sequences: Few = 64,
-    ablation_tokens: Amount = 0,
+    sequences: PositiveInt = 64,
+    ablation_tokens: NonNegativeInt = 0,
     trees: Annotated[
         str | Path,
         BeforeValidator(possible_place),
@@ -50,9 +50,9 @@ def roles(
     text_column: str | None = None,
     label_column: str | None = None,
     seq_len: Length = 512,
-    batch_size: Few = 4,
+    batch_size: PositiveInt = 4,
     confidence: Level = 0.95,
-    resamples: Few = 1000,
+    resamples: PositiveInt = 1000,
     dtype: o.Dtype = "auto",
     seed: Seed = 0,
     device: str = "auto",

@@ -12,7 +12,7 @@ from headprune.commands import options as o
 from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import ScoreConfig, build
-from headprune.config.values import Few, Seed, listed
+from headprune.config.values import PositiveInt, Seed, listed
 from headprune.context import Context
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def score(
     unit: o.Unit | None = None,
     calibration_tokens: o.Tokens = 16_384,
     seq_len: o.SeqLen = 512,
-    batch_size: Few = 4,
+    batch_size: PositiveInt = 4,
     attention: o.Kinds = (),
     dtype: o.Dtype = "auto",
     seed: Seed = 0,

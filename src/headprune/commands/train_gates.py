@@ -13,7 +13,7 @@ from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import Resuming, TrainGatesConfig, build
 from headprune.config.data import Loss, data_config
-from headprune.config.values import Few, Fraction, Kept, Positive, Seed, Steps
+from headprune.config.values import Fraction, FractionOrCount, Positive, PositiveInt, Seed, Steps
 from headprune.context import Context
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def train_gates(
     label_column: o.LabelColumn | None = None,
     loss: o.Loss = "all",
     target_heads: Annotated[
-        Kept, o.option("Heads to keep: a share (0.75; 1.0 is all) or a count (202; 1 is one).")
+        FractionOrCount,
+        o.option("Heads to keep: a share (0.75; 1.0 is all) or a count (202; 1 is one)."),
     ]
     | None = None,
     steps: o.Steps | None = None,
@@ -60,7 +61,7 @@ def train_gates(
     ] = "gates",
     objective: Literal["auto", "lm", "mlm", "distill", "lm+distill", "task"] = "auto",
     l0_penalty: Positive | None = None,
-    batch_size: Few = 4,
+    batch_size: PositiveInt = 4,
     seq_len: o.TrainSeqLen = 256,
     epochs: Positive = 1.0,
     gate_lr: Positive = 0.5,

@@ -67,7 +67,7 @@ class Job:
             try:
                 scores = self._score(unit, criteria)
             except Exception as error:  # memory runs out in several kinds; others are raised
-                if len(criteria) == 1 or not is_its_own(error):
+                if len(criteria) == 1 or not is_recoverable(error):
                     raise
                 criteria = (criterion,)
                 scores = self._score(unit, criteria)
@@ -84,7 +84,7 @@ class Job:
         return scores
 
 
-def is_its_own(error: Exception) -> bool:
+def is_recoverable(error: Exception) -> bool:
     """Return whether others may succeed: they may take less memory, or need less."""
     own = isinstance(error, PlanError | DataError | ProofError)
     return own or devices.out_of_memory(error)

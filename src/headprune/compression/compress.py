@@ -15,7 +15,7 @@ from headprune.compression.candidates import (
     Candidate,
     Job,
     candidates_for,
-    is_its_own,
+    is_recoverable,
 )
 from headprune.compression.goals import goal_of
 from headprune.compression.heldout import HeldOut, WrittenMetric
@@ -259,7 +259,7 @@ class _Compression:
                 if selection.add(selection.measured(name, proposal.edit, seconds)):
                     best = proposal
             except Exception as error:  # memory runs out in several kinds; others are raised
-                if not is_its_own(error):
+                if not is_recoverable(error):
                     raise
                 errors.append(error)
                 selection.failed[candidate.name] = _why(error)

@@ -24,7 +24,7 @@ from headprune.errors import DataError
 from headprune.evaluation import quality
 from headprune.evaluation.metrics import METRICS, Floats
 from headprune.evaluation.written import COUNTED, references_of, write
-from headprune.evidence.recall import FEWEST, PASSAGES, needed
+from headprune.evidence.recall import FEWEST, PASSAGES, passage_dependent_words
 from headprune.model.answers import Prompt, answered
 from headprune.model.embedding import prompt_of
 from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
@@ -208,7 +208,7 @@ class HeldOut:
                 text.examples(), each, self.tokenizer, self.seq_len, inside=True
             )
         ]
-        words = needed(net, some, self.batch_size, progress)
+        words = passage_dependent_words(net, some, self.batch_size, progress)
         return words if len(words) >= FEWEST else []
 
     def kept(self, net: PreTrainedModel, words: Sequence[Prompt]) -> float | None:

@@ -16,7 +16,7 @@ from headprune.model.attention import attention_of
 from headprune.model.cost import KVCache
 from headprune.model.open import Model
 from headprune.schemas.records import Contender, ModelChoice
-from headprune.surgery.edit import Edit, sketch, trying
+from headprune.surgery.edit import Edit, meta_model, trying
 
 ORIGINAL = "original"
 _WORD_LOST = 0.1  # of perplexity; with some 50 words, more would weigh their chance
@@ -53,7 +53,7 @@ class Selection:
             words = self.held_out.kept(net, self._words)
         nearness, _ = self.held_out.nearness(outputs, self._original)
         if isinstance(changed, Edit):
-            net = sketch(self.model, changed)
+            net = meta_model(self.model, changed)
             stored = self.model.result_dtypes(self._goal.budget.out_dtype).default
         else:
             net, stored = changed.net, changed.result_dtypes().default

@@ -12,6 +12,6 @@ from headprune.config.data import domains as domains
 from headprune.config.data import sequences_per_pass as sequences_per_pass
 from headprune.config.stages import *  # noqa: F403  (every name of it is a setting)
 from headprune.config.values import MOST_STEPS as MOST_STEPS
-from headprune.config.values import Amount as Amount
 from headprune.config.values import Count as Count
 from headprune.config.values import Dtype as Dtype
+from headprune.config.values import NonNegativeInt as NonNegativeInt

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from headprune.config.base import Settings, build
-from headprune.config.values import Dtype, Few, Length, Place, Seed, Tokens
+from headprune.config.values import Dtype, Length, Place, PositiveInt, Seed, Tokens
 from headprune.errors import DataError
 
 BUILDERS = {  # of datasets, by the ending of a file
@@ -182,6 +182,6 @@ class CalibrationConfig(Settings):
 
     calibration_tokens: Tokens = 16_384
     seq_len: Length = 512
-    batch_size: Few = 4
+    batch_size: PositiveInt = 4
     dtype: Dtype = Dtype.AUTO
     seed: Seed = 0

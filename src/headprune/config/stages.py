@@ -12,20 +12,20 @@ from pydantic import BeforeValidator, Field, model_validator
 from headprune.config.base import Settings
 from headprune.config.data import CalibrationConfig, DataConfig, Domains, data_configs
 from headprune.config.values import (
-    Amount,
     Count,
     Dtype,
-    Few,
     Fraction,
-    Kept,
+    FractionOrCount,
     KvHeads,
     Length,
     Lengths,
     Level,
     Memory,
     Names,
+    NonNegativeInt,
     Place,
     Positive,
+    PositiveInt,
     Seed,
     ShardSize,
     Share,
@@ -122,9 +122,9 @@ class PlanConfig(Settings):
     """
 
     targets: Targets = ()
-    keep: Kept | None = None
+    keep: FractionOrCount | None = None
     max_params: Count | None = None
-    max_kv_bytes: Amount | None = None
+    max_kv_bytes: NonNegativeInt | None = None
     keep_roles: Names = ()
     roles: Path | None = None
     out_dtype: Dtype = Dtype.AUTO
@@ -167,7 +167,7 @@ class LatentConfig(Settings):
     rope_dim: Count | None = None
     calibration_tokens: Tokens = 16_384
     seq_len: Length = 512
-    batch_size: Few = 4
+    batch_size: PositiveInt = 4
     seed: Seed = 0
 
     @model_validator(mode="after")
@@ -184,7 +184,7 @@ class CompressConfig(CalibrationConfig):
     targets: Targets = ()
     keep: Share | None = None
     max_params: Count | None = None
-    max_kv_bytes: Amount | None = None
+    max_kv_bytes: NonNegativeInt | None = None
     heal_steps: Steps | None = None
     # 512 suffices for perplexity, but loses facts far back in a context (docs/benchmarks/gqa)
     seq_len: Length = 2_048
@@ -250,14 +250,14 @@ class TrainGatesConfig(Settings):
 
     attention: Names = ()
     unit: Unit | None = None
-    target_heads: Kept | None = None
+    target_heads: FractionOrCount | None = None
     l0_penalty: Positive | None = None  # Voita et al. 2019, instead of a target
     method: Method = Method.AUTO
     train: Train = Train.GATES
     objective: Objective = Objective.AUTO
     steps: Steps | None = None
     epochs: Positive = 1.0  # without steps
-    batch_size: Few = 4
+    batch_size: PositiveInt = 4
     seq_len: Length = 256
     gate_lr: Positive = 0.5
     scale_lr: Positive = 0.02
@@ -330,8 +330,8 @@ class HealConfig(Settings):
     steps: Steps
     train: HealTrain = HealTrain.ALL
     objective: HealObjective = HealObjective.AUTO
-    lora_rank: Few = 16
-    batch_size: Few | None = None  # as many as have STEP_TOKENS; of examples at least 4
+    lora_rank: PositiveInt = 16
+    batch_size: PositiveInt | None = None  # as many as have STEP_TOKENS; of examples at least 4
     seq_len: Length | None = None  # STEP_TOKENS, or the most that the model takes
     optimizer: HealOptimizer = HealOptimizer.AUTO
     learning_rate: Positive | None = None  # 2e-4 with muon, 1e-4 with adamw
@@ -353,7 +353,7 @@ class NeedleConfig(Settings):
     """Contexts that a fact is hidden in; ``NEEDLE_LENGTHS`` where none are given."""
 
     needle_lengths: Lengths = ()
-    needle_trials: Few = 4
+    needle_trials: PositiveInt = 4
 
 
 class EvaluateConfig(NeedleConfig):
@@ -363,10 +363,10 @@ class EvaluateConfig(NeedleConfig):
     passage_words: Annotated[int, Field(ge=0, le=10**6)] = 400  # passages to look for them in
     needle: bool = False
     seq_len: Length = 512
-    batch_size: Few = 4
+    batch_size: PositiveInt = 4
     max_windows: Count | None = None
     confidence: Level = 0.95
-    resamples: Few = 2000
+    resamples: PositiveInt = 2000
     tasks: Names = ()
     metrics: Texts = ()
     max_new_tokens: Count = 128
@@ -380,15 +380,15 @@ class EvaluateConfig(NeedleConfig):
 class RolesConfig(Settings):
     """Settings of role measurements."""
 
-    sequences: Annotated[Few, Field(ge=4)] = 64  # two choose an offset, two judge it
-    ablation_tokens: Amount = 0
+    sequences: Annotated[PositiveInt, Field(ge=4)] = 64  # two choose an offset, two judge it
+    ablation_tokens: NonNegativeInt = 0
     trees: Place | None = None
     attention: Names = ()
     needle_lengths: Lengths = ()
     seq_len: Length = 512
-    batch_size: Few = 4
+    batch_size: PositiveInt = 4
     confidence: Level = 0.95
-    resamples: Few = 1000
+    resamples: PositiveInt = 1000
     dtype: Dtype = Dtype.AUTO
     seed: Seed = 0
 
@@ -407,9 +407,9 @@ class CheckConfig(NeedleConfig):
     against: Place | None = None
     limits: Texts = ()
     confidence: Annotated[Level, Field(gt=0.5)] = 0.99
-    resamples: Annotated[Few, Field(ge=1000)] = 10_000
+    resamples: Annotated[PositiveInt, Field(ge=1000)] = 10_000
     seq_len: Length = 512
-    batch_size: Few = 4
+    batch_size: PositiveInt = 4
     max_windows: Count | None = None
     dtype: Dtype = Dtype.AUTO
     seed: Seed = 0

@@ -27,12 +27,12 @@ Positive = Annotated[float, Field(gt=0, le=1e9), _NUMBER]
 Share = Annotated[float, Field(gt=0, le=1), _NUMBER]
 Fraction = Annotated[float, Field(ge=0, le=1), _NUMBER]
 Level = Annotated[float, Field(gt=0, lt=1), _NUMBER]
-Amount = Annotated[int, Field(ge=0), _NUMBER]
+NonNegativeInt = Annotated[int, Field(ge=0), _NUMBER]
 Count = Annotated[int, Field(ge=1, le=2**53), _NUMBER]
 Tokens = Annotated[int, Field(ge=2, le=2**53), _NUMBER]
 Length = Annotated[int, Field(ge=2, le=10**9), _NUMBER]  # tokens of a sequence
 Steps = Annotated[int, Field(ge=1, le=MOST_STEPS), _NUMBER]
-Few = Annotated[int, Field(ge=1, le=10**6), _NUMBER]
+PositiveInt = Annotated[int, Field(ge=1, le=10**6), _NUMBER]
 Seed = Annotated[int, Field(ge=0, lt=2**32), _NUMBER]
 
 
@@ -95,7 +95,7 @@ def _fraction_or_count(value: object) -> object:
         raise ValueError("give a share such as 0.75, or a count such as 202") from None
 
 
-Kept = Annotated[float | int, BeforeValidator(_fraction_or_count)]
+FractionOrCount = Annotated[float | int, BeforeValidator(_fraction_or_count)]
 
 
 def listed(value: object) -> object:
@@ -118,7 +118,7 @@ def several(value: object) -> object:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(listed)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(several)]
-Lengths = Annotated[tuple[Few, ...], BeforeValidator(listed)]
+Lengths = Annotated[tuple[PositiveInt, ...], BeforeValidator(listed)]
 
 
 def kv_head_counts(value: object) -> object:

@@ -61,7 +61,7 @@ from headprune.tensors.draws import generator_for
 _STEPS = 8  # of a pass over the text, at least
 _LOOKED_AT = 1_000  # texts whose mean length counts
 _EXAMPLES = 4  # of a step of healing, at least
-_FEW = 32  # sequences for healing; little text makes shorter ones
+_MIN_SEQUENCES = 32  # sequences for healing; little text makes shorter ones
 _MASKED = 0.15  # share of the tokens, as BERT was trained
 
 
@@ -130,8 +130,8 @@ def batches(
             return all_windows(examples, tokenizer, length, need, closed, vocabulary, most)
 
         rows, documents = windows_of(seq_len)
-        if config.seq_len is None and len(rows) < _FEW:
-            seq_len = max(8, seq_len * len(rows) // _FEW)
+        if config.seq_len is None and len(rows) < _MIN_SEQUENCES:
+            seq_len = max(8, seq_len * len(rows) // _MIN_SEQUENCES)
             rows, documents = windows_of(seq_len)
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)

@@ -44,7 +44,7 @@ class Passage:
     sentence: str = ""
 
     @property
-    def told_before(self) -> bool:
+    def answer_in_context(self) -> bool:
         """True if the word stands in the context, but not in its own sentence."""
         return self.seen and not _stands_in(self.sentence, self.word)
 
@@ -80,7 +80,7 @@ def passage_words(
         inside: Passages also overlap, cross paragraphs and end inside their last sentence: some
             fifty times as many.
     """
-    given = passages(lines_of(examples), count, lambda one: one.told_before, inside)
+    given = passages(lines_of(examples), count, lambda one: one.answer_in_context, inside)
     before = around(tokenizer).before
     words = (
         PassageWord(

@@ -21,8 +21,8 @@ Label = int | float | list[float] | list[int]
 _ROWS_AT_ONCE = 1000  # to tokenize
 _CHARACTERS_AT_ONCE = 1 << 18  # of these rows
 _AT_ONCE = 1 << 18  # tokens to hold before sequences are written
-_FAR = 1 << 21  # tokens of a text that a few sequences are spread over, at least
-_WIDE = 8  # or this multiple of their own
+_MIN_SCANNED_TOKENS = 1 << 21  # tokens of a text that a few sequences are spread over, at least
+_SCAN_FACTOR = 8  # or this multiple of their own
 
 
 def packed_sequences(
@@ -107,7 +107,9 @@ def all_windows(  # noqa: PLR0913  # text, amounts, and what to count
             if not np.isin(end, last).any():
                 yield np.array([end, [0] * len(end)][: 1 + measured])
 
-    rows = stored(packer.sequences(stream(), most and max(_FAR // inner, _WIDE * most)))
+    rows = stored(
+        packer.sequences(stream(), most and max(_MIN_SCANNED_TOKENS // inner, _SCAN_FACTOR * most))
+    )
     seen.refuse(examples.strings(), also={*before, *end, *after})
     if len(rows) < need:
         raise DataError(

@@ -24,7 +24,7 @@ from headprune.io.outputs import claimed, place_of
 from headprune.io.shell import command
 from headprune.io.writing import beside
 from headprune.model.losses import own_share, recompute_activations
-from headprune.model.precision import widened
+from headprune.model.precision import to_float32
 from headprune.model.stored import id_of_model
 from headprune.packages import refuse_missing
 from headprune.placements import Placement, in_shards, placing, sharding
@@ -110,7 +110,7 @@ def heal(
     config = _checked(config)
     again = _resume_command(model, teacher, data, output, config, rerun, context)
     if not processes.is_main():
-        context = context.unheard()
+        context = context.without_progress()
     run = Run.of(output, "heal", config, model=model, teacher=teacher, data=data)
     held_whole = nullcontext() if in_shards() else placing(Placement.WHOLE)
     with claimed_run(output, run, [model, teacher, data], rerun), held_whole:
@@ -217,7 +217,7 @@ def _trained(
     after = trainer.held_out(pair.reported) if step else before
     pair.model.dtype = torch.float32  # for the proof
     if step:
-        vars(pair.model)["net"] = widened(merged(student, config)).eval()
+        vars(pair.model)["net"] = to_float32(merged(student, config)).eval()
     else:
         pair.model.release()  # trained by now; it is read anew
     steps = trainer.state.global_step

@@ -27,7 +27,7 @@ from headprune.formats.format import read_export
 from headprune.io.ownership import EXPORTED
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 from headprune.model.open import Model, open_model, read_model
-from headprune.model.placement import placed, reshard
+from headprune.model.placement import move_to_device, reshard
 from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import StoredDtypes, find_file
 from headprune.placements import in_shards
@@ -96,7 +96,7 @@ def read_pair(
         refuse_uneven_ties(student.skeleton, model)
     refuse_without_text(student.net, "heal")
     stored = student.result_dtypes(config.out_dtype)
-    matched = placed(original.weighted())
+    matched = move_to_device(original.weighted())
     _refuse_mismatch(student.net, matched)
     edit = whole(student)
     refuse_unprovable(student, edit.plan)

@@ -56,7 +56,7 @@ from headprune.evaluation.speed import measure as timed
 from headprune.evaluation.tagged import tag_columns
 from headprune.evaluation.tasks import task_scores
 from headprune.evaluation.written import scores, transcribe, write
-from headprune.evidence.recall import needed
+from headprune.evidence.recall import passage_dependent_words
 from headprune.model.answers import Prompt, answered
 from headprune.model.batch import modality_of
 from headprune.model.cost import longest_context, model_cost, stated_context
@@ -345,7 +345,7 @@ def _add_passage_words(
         words: list[Prompt] = []
         if enough := len(domain.passage_words) >= FEWEST:
             with alone_on_device(base):
-                words = needed(base, domain.passage_words, batch_size, step)
+                words = passage_dependent_words(base, domain.passage_words, batch_size, step)
         done += len(domain.passage_words)
         if len(words) < FEWEST:
             count = len(words) if enough else f"at most {len(domain.passage_words)}"

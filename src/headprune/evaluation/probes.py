@@ -3,7 +3,7 @@
 **Last words**, in the spirit of LAMBADA (Paperno et al. 2016, arXiv 1606.06031), of passages from
 any text (``data.passages``).
 
-**Passage words** are last words that only the passage tells (``evidence.recall.needed``).
+**Passage words** are last words that only the passage tells (``evidence.recall``).
 
 **Needles**: a sentence with a random number of five digits is put into text, at some depth. After
 the text the sentence begins again; its number is the answer. Perplexity hardly weighs what comes

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 
-from headprune.config import Amount
+from headprune.config import NonNegativeInt
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.comparison import Interval
 from headprune.evaluation.metrics import label, spec_of
@@ -42,7 +42,7 @@ class Metric(_Piece):
     value: float
     unit: str
     higher_is_better: bool
-    n: Amount
+    n: NonNegativeInt
     stderr: float | None = None
 
     @classmethod
@@ -142,10 +142,10 @@ class Retrieval(_Piece):
         n: Needles.
     """
 
-    tokens: Amount
+    tokens: NonNegativeInt
     depth: float
     accuracy: float
-    n: Amount
+    n: NonNegativeInt
 
 
 class ModelReport(_Piece):
@@ -173,7 +173,7 @@ class ModelReport(_Piece):
     metrics: tuple[Metric, ...]
     cost: ModelCost
     speed: Speed | None
-    longest_context: Amount | None = None
+    longest_context: NonNegativeInt | None = None
     needle: tuple[Retrieval, ...] | None = None
 
 

@@ -73,7 +73,7 @@ def task_scores(
             bootstrap_iters=config.resamples,
         )
     except Exception as error:  # a task may fetch anything, and run code of its own
-        if devices.gave_out(error):
+        if devices.is_device_failure(error):
             raise
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise HeadpruneError(

@@ -151,8 +151,8 @@ def compensated(statistics: Statistics, units: Units) -> Tensor:
     which the diagonal is taken. In language models, units that carry words that only their passage
     tells are raised (``recall.raised``).
     """
-    felt = statistics.curvature.sqrt()[None, :, None]
-    return _removal_costs(statistics, units, statistics.output_weight.double() * felt)
+    root = statistics.curvature.sqrt()[None, :, None]
+    return _removal_costs(statistics, units, statistics.output_weight.double() * root)
 
 
 def _removal_costs(

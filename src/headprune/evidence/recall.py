@@ -29,7 +29,7 @@ FEWEST = 16  # words that an order of heads rests on
 SHARE = 0.01  # of the sum of all scores, that effects add: docs/experiments.md
 
 
-def needed(
+def passage_dependent_words(
     model: PreTrainedModel,
     words: Sequence[PassageWord],
     batch_size: int,

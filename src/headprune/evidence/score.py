@@ -192,7 +192,9 @@ def gather(
                 refuse_singular(attention, tokens, width, instead)
     if "recall" in needs and len(words) >= recall.FEWEST:
         context.stage("looking for words that only passages tell")
-        told = recall.needed(net, words, config.batch_size, context.step)[: recall.WORDS]
+        told = recall.passage_dependent_words(net, words, config.batch_size, context.step)[
+            : recall.WORDS
+        ]
         if len(told) >= recall.FEWEST:  # fewer tell nothing
             context.stage("looking for the heads that carry them")
             effects = recall.effects(net, attentions, context.each(told))
@@ -248,7 +250,7 @@ def _listed(criteria: Sequence[str]) -> str:
     return f"--criterion {', '.join(criteria)}"
 
 
-def reckons_with_refit(criterion: str) -> tuple[str, ...]:
+def refit_warnings(criterion: str) -> tuple[str, ...]:
     """Says what becomes of a cut by some criteria where W_O is not refitted."""
     if not CRITERIA[criterion].assumes_refit:
         return ()

@@ -108,7 +108,7 @@ def export_as(
             record = ExportRecord(
                 created=utc_now(),
                 versions=versions(),
-                made_by=context.made_by,
+                provenance=context.provenance,
                 format=config.to,
                 model=Path(model).name,
                 id=identity(),

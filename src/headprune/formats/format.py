@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from headprune.config import ExportConfig, ExportDtype
-from headprune.context import MadeBy
+from headprune.context import CommandProvenance
 from headprune.formats.checkpoint import OnStep
 from headprune.formats.source import ExportSource
 from headprune.io.ownership import EXPORTED
@@ -61,7 +61,7 @@ class ExportRecord(BaseModel):
     Attributes:
         created: UTC time.
         versions: Versions of headprune, torch and transformers.
-        made_by: The command with its resolved options, if it was one.
+        provenance: The command with its resolved options, if it was one.
         format: The format.
         model: Folder of the source.
         id: Id of the source.
@@ -75,7 +75,7 @@ class ExportRecord(BaseModel):
     schema_version: Literal[1] = 1
     created: str
     versions: dict[str, str]
-    made_by: MadeBy | None = None
+    provenance: CommandProvenance | None = None
     format: str
     model: str
     id: Digest | None

@@ -308,7 +308,7 @@ def _failures_named(kind: type[HeadpruneError], what: str) -> Iterator[None]:
     except (HeadpruneError, OSError):  # a full disk is no limit of an exporter
         raise
     except Exception as error:  # exporters and engines raise anything at a graph they do not know
-        if devices.gave_out(error):
+        if devices.is_device_failure(error):
             raise
         cause: BaseException = error
         while cause.__cause__ is not None:  # the outermost says how to report bugs

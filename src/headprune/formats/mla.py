@@ -39,7 +39,7 @@ from headprune.model.heads import read_heads
 from headprune.model.inspection import Inspection, LatentPrice
 from headprune.model.loading import load_config, load_tokenizer, task_of
 from headprune.model.open import open_model
-from headprune.model.placement import alone_on_device, placed
+from headprune.model.placement import alone_on_device, move_to_device
 from headprune.model.probes import probe, probe_inputs
 from headprune.model.stored import fetch_weights, find_file
 from headprune.proof.equivalence import difference
@@ -331,7 +331,7 @@ class _LatentFormat:
     def write(
         self, source: ExportSource, folder: Path, config: ExportConfig, on_step: OnStep
     ) -> tuple[str, ...]:
-        self.net = placed(source.load())
+        self.net = move_to_device(source.load())
         tokenizer = load_tokenizer(source.folder, source.config)
         sample = self.config.part(CalibrationConfig)
         self.fitter = fitter = Fitter(self.net, tokenizer, self.data, sample, self.context)
@@ -344,7 +344,7 @@ class _LatentFormat:
             parameter.data = parameter.data.to(stored)
         self.result.save_pretrained(folder)
         write_config(self.result.config, folder, None)
-        outputs = probe(placed(self.result.float()), probe_inputs(self.net), decoded=False)
+        outputs = probe(move_to_device(self.result.float()), probe_inputs(self.net), decoded=False)
         self.details[f"stored in {dtype_name(stored)}"] = difference(self.wanted, outputs)
         copy_companions(source.folder, folder)
         ratio = fitter.ratio_of(self.result)
@@ -395,7 +395,7 @@ class _LatentFormat:
         if not control > 10 * _TOLERANCE:
             raise ProofError(f"The proof is inconclusive: {_CONTROL} moves {control}.")
         inputs = probe_inputs(self.result)
-        both = (self.result, placed(open_source(folder).load()))
+        both = (self.result, move_to_device(open_source(folder).load()))
         reloaded = difference(*(probe(net, inputs) for net in both))
         return ExportProof(
             how="engine",

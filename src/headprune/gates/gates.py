@@ -20,7 +20,7 @@ class Gates(nn.Module):
     Each sequence then measures another set of heads, which divides the variance of the gradient by
     the batch size (Voita et al. 2019 sample once per batch). After ``choose`` the open gates are
     plain factors: they fold into W_O whatever their value, so nothing binds them to [0, 1].
-    ``settle`` chooses by scores instead, before anything is sampled.
+    ``fix_by_scores`` chooses by scores instead, before anything is sampled.
 
     Attributes:
         unit: The heads that one gate opens and closes.
@@ -107,7 +107,7 @@ class Gates(nn.Module):
         self.chosen.fill_(True)
 
     @torch.no_grad()
-    def settle(self, kept: Sequence[int], scores: Float[Tensor, " units"]) -> None:
+    def fix_by_scores(self, kept: Sequence[int], scores: Float[Tensor, " units"]) -> None:
         """Fix the units that stay, by scores; ``log_alpha`` keeps their order."""
         self.kept.zero_()
         self.kept[list(kept)] = True

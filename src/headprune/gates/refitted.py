@@ -93,7 +93,7 @@ def choose_and_refit(
                 counts = [len(members(gates.unit, a.group_sizes)) for a in attentions]
                 worth = best_first(scores, counts)
             kept = set(keep_best(worth.tolist(), gates.unit_sizes, heads))
-            gates.settle(sorted(kept), scores)
+            gates.fix_by_scores(sorted(kept), scores)
             context.stage("refitting")
             of_head = gates.values().detach()[gates.unit_of_head].cpu()
             sizes = [attention.query_heads for attention in attentions]

@@ -115,7 +115,7 @@ def train_gates(
     if in_shards():
         _refuse_to_shard(config)
     if not processes.is_main():
-        context = context.unheard()
+        context = context.without_progress()
     run = Run.of(output, "train_gates", config, model=model, data=data)
     with claimed_run(output, run, [model, data], rerun):
         refuse_missing_reporter(config.report_to)

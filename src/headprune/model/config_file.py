@@ -168,8 +168,8 @@ def _reads_same(content: Json, older: Json, config: PreTrainedConfig) -> bool:
         read = read_as(config, content)
     except Exception:  # a class refuses settings in its own way
         return False
-    passed_over = vars(read).keys() & {name for names in (*_THETAS, *_FLAT) for name in names}
-    if passed_over & older.keys() - {"partial_rotary_factor"}:  # which Phi-3 keeps
+    unread = vars(read).keys() & {name for names in (*_THETAS, *_FLAT) for name in names}
+    if unread & older.keys() - {"partial_rotary_factor"}:  # which Phi-3 keeps
         return False
     return _kinds(read.rope_parameters) == _kinds(config.rope_parameters)
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from headprune.config import Amount
+from headprune.config import NonNegativeInt
 from headprune.model.attention import attention_of, family_of
 from headprune.model.batch import most_tokens, task_of
 from headprune.runtime.modeling_headprune import Attention, width
@@ -37,12 +37,12 @@ class ModelCost:
         kv_cache_tokens: The context: 1, or with windows ``stated_context``.
     """
 
-    parameters: Amount
-    attention_parameters: Amount
-    query_heads: Amount
-    kv_heads: Amount
-    kv_cache_bytes: Amount
-    kv_cache_tokens: Amount
+    parameters: NonNegativeInt
+    attention_parameters: NonNegativeInt
+    query_heads: NonNegativeInt
+    kv_heads: NonNegativeInt
+    kv_cache_bytes: NonNegativeInt
+    kv_cache_tokens: NonNegativeInt
 
 
 @dataclass(frozen=True)

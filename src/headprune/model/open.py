@@ -27,7 +27,7 @@ from headprune.model.loading import (
     load_tokenizer,
     refuse_absent_weights,
 )
-from headprune.model.placement import placed, reshard
+from headprune.model.placement import move_to_device, reshard
 from headprune.model.precision import (
     compute_dtype,
     refuse_missing_dtype,
@@ -88,7 +88,7 @@ class Model:
         Raises:
             CheckpointError: If it does not load, or does not compute finite numbers.
         """
-        net = placed(self.weighted())
+        net = move_to_device(self.weighted())
         refuse_not_finite(net, self.source)
         reshard(net)
         return net
@@ -154,10 +154,10 @@ class Model:
         """
         _ = self.skeleton
 
-    def widened(self, by_layers: bool = True) -> Model:
+    def to_float32(self, by_layers: bool = True) -> Model:
         """Return it in float32 at least: opened anew if it is narrower, to run layer by layer.
 
-        One that runs so is widened in place (``precision.widened``).
+        One that runs so is widened in place (``precision.to_float32``).
         """
         net, own = self.any_net, self.dtype
         if self.is_loaded:

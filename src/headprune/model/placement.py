@@ -23,7 +23,7 @@ Model = TypeVar("Model", bound=nn.Module)
 SINCE = {"transformers": "5.19", "torch": "2.8"}
 
 
-def placed(model: Model) -> Model:
+def move_to_device(model: Model) -> Model:
     """Put a loaded model on the device of the command, where layers and shards are already."""
     devices.announce()
     stays = residency_of(model) is not None or is_sharded(model)
@@ -58,7 +58,7 @@ def alone_on_device(model: nn.Module) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        placed(model)
+        move_to_device(model)
         yield
     finally:
         if not residency_of(model):

@@ -128,7 +128,7 @@ def refuse_unwritable(net: PreTrainedModel, model: str | Path, stored: StoredDty
             raise
 
 
-def widened(net: PreTrainedModel) -> PreTrainedModel:
+def to_float32(net: PreTrainedModel) -> PreTrainedModel:
     """Return the model in float32 at least, in place, as if it had been loaded so.
 
     Buffers that no checkpoint holds are computed anew: they were rounded in half precision.

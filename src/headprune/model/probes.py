@@ -198,7 +198,7 @@ def _taken(call: Callable[[], _Result]) -> _Result | None:
     try:
         return call()
     except Exception as error:
-        if devices.gave_out(error):
+        if devices.is_device_failure(error):
             raise
         return None
 

@@ -109,7 +109,7 @@ def damage_is(refusal: Callable[[str], str], own: bool = False) -> Iterator[None
     except HeadpruneError:
         raise
     except BaseException as error:
-        if devices.gave_out(error):
+        if devices.is_device_failure(error):
             raise
         panic = type(error).__name__ == "PanicException"
         if not (isinstance(error, Exception) or panic) or (_is_a_bug(error) and not own):

@@ -183,7 +183,7 @@ def _is_computed(name: str, names: Collection[str]) -> bool:
     return bool(_COMPUTED.search(name)) and weight not in names
 
 
-def passed_over(net: PreTrainedModel, names: Collection[str]) -> list[str]:
+def ignored_tensors(net: PreTrainedModel, names: Collection[str]) -> list[str]:
     """Return the weights of a checkpoint that its class ignores by design.
 
     An example is the last layer of DeepSeek-V3, which predicts several tokens at once.

@@ -150,15 +150,15 @@ def plan_kv_heads(
             f"--kv-budget {config.kv_budget} keeps none of {total} KV heads; the least is one, "
             f"{1 / total:.3f}."
         )
-    felt = texts.curvature
+    curvature = texts.curvature
     if texts.scored is not None:
         context.stage("measuring the curvature of the loss")
-        felt = _curvature(model, attentions, texts.scored, config.seed, context)
+        curvature = _curvature(model, attentions, texts.scored, config.seed, context)
     context.stage("measuring what every layer may keep, merge or lose")
     found: dict[str, list[Way]] = {}
 
     def measured(attention: Attention, heads: HeadWeights, setting: MergeContext) -> HeadWeights:
-        measure = _Measure(attention, heads, setting, felt.get(attention.path))
+        measure = _Measure(attention, heads, setting, curvature.get(attention.path))
         found[attention.path] = [*measure.removals(), *measure.merges(merger)]
         context.step(len(found), len(attentions))
         return heads
@@ -241,15 +241,15 @@ class _Measure:
         attention: Attention,
         heads: HeadWeights,
         setting: MergeContext,
-        felt: Tensor | None,
+        curvature: Tensor | None,
     ) -> None:
         assert setting.activations is not None
         self.attention, self.heads, self.setting = attention, heads, setting
         self.activations: MergeActivations = setting.activations
-        if felt is None:
+        if curvature is None:
             power = self.activations.outputs.double().square().flatten(0, 1).mean(0)
-            felt = torch.ones_like(power) / power.sum().clamp(min=1e-30)
-        self.felt = felt
+            curvature = torch.ones_like(power) / power.sum().clamp(min=1e-30)
+        self.curvature = curvature
 
     def removals(self) -> list[Way]:
         """Keep every number of KV heads: the least replaceable ones."""
@@ -288,8 +288,8 @@ class _Measure:
             [query * width + d for query in queries for d in range(width)]
             for queries in members(Unit.KV_GROUP, self.attention.group_sizes)
         ]
-        felt = self.felt.sqrt()[:, None].to(weight)
-        costs = removal_costs(gram, felt * weight, blocks)
+        curvature = self.curvature.sqrt()[:, None].to(weight)
+        costs = removal_costs(gram, curvature * weight, blocks)
         return sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
 
     def _even(self, kept: Sequence[int]) -> bool:
@@ -297,7 +297,7 @@ class _Measure:
         return len({self.attention.group_sizes[head] for head in kept}) <= 1
 
     def _cost(self, errors: Tensor) -> float:
-        cost = float(self.felt.to(errors) @ errors)
+        cost = float(self.curvature.to(errors) @ errors)
         if not cost < float("inf"):
             raise DataError(
                 f"What '{self.attention.path}' gives with fewer KV heads is not finite. Try "

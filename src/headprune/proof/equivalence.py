@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from headprune.errors import ProofError
 from headprune.model.attention import attention_of
 from headprune.model.gating import apply_gate, fixed, gated
-from headprune.model.precision import widened
+from headprune.model.precision import to_float32
 from headprune.model.probes import (
     Outputs,
     positions_of,
@@ -327,23 +327,23 @@ class Expectation:
         """The largest difference of outputs that rounding explains."""
         return explained(self.dtype, self.rounding.outputs)
 
-    def tolerance_at(self, path: str, spare: float = 1.0) -> float:
+    def tolerance_at(self, path: str, rounding_factor: float = 1.0) -> float:
         """As ``tolerance``, at one attention module."""
-        return explained(self.dtype, self.rounding.modules.get(path, 0.0) * spare)
+        return explained(self.dtype, self.rounding.modules.get(path, 0.0) * rounding_factor)
 
-    def inconclusive(self, spare: float = 1.0) -> str | None:
-        """Say why a wrong cut would pass as well, also if rounding is amplified ``spare`` times.
+    def inconclusive(self, rounding_factor: float = 1.0) -> str | None:
+        """Say why a wrong cut would pass, also if rounding is ``rounding_factor`` times as large.
 
         At a module, its control is held against the tolerance. That of the outputs is held against
         rounding alone: one head of a thousand may move them by little, and the modules tell it.
         """
         for path, control in self.wanted.controls.items():
-            if control < CONCLUSIVE * self.tolerance_at(path, spare):
+            if control < CONCLUSIVE * self.tolerance_at(path, rounding_factor):
                 return (
                     f"at '{path}' a wrong cut would change what W_O gives by {control:.1e} of its "
                     f"largest value, and rounding explains {self.tolerance_at(path):.1e}"
                 )
-        amplified = AMPLIFICATION * self.rounding.outputs * spare
+        amplified = AMPLIFICATION * self.rounding.outputs * rounding_factor
         if self.control is None or not amplified > TOLERANCE[self.dtype]:
             return None  # so is NaN: the comparison of outputs says that they are not finite
         control = difference_in(self.wanted, self.control)
@@ -388,7 +388,7 @@ def expect(
     inputs: dict[str, Tensor] | None = None,
     decoded: bool = True,
 ) -> Expectation:
-    """Measure the outputs a cut must lead to, in float32 at least (``precision.widened``).
+    """Measure the outputs a cut must lead to, in float32 at least (``precision.to_float32``).
 
     Args:
         model: The model, uncut.
@@ -420,7 +420,7 @@ def expect_stored(
     Raises:
         ProofError: If a proof would show nothing.
     """
-    inputs = proof_inputs(widened(model))
+    inputs = proof_inputs(to_float32(model))
     exact = probe_gated(model, cuts, inputs) if stored.narrows(model) else None
     folded = fold_gates(cuts)
     changed = stored.round(model)

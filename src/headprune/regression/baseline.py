@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 from transformers import PreTrainedModel
 
-from headprune.config import Amount
+from headprune.config import NonNegativeInt
 from headprune.errors import CheckpointError, DataError
 from headprune.evaluation.loaded import Loaded
 from headprune.evaluation.metrics import Samples, spec_of
@@ -29,9 +29,9 @@ class Subject(BaseModel):
 
     model_type: str
     architecture: str
-    hidden_size: Amount | None
-    layers: Amount | None
-    vocab_size: Amount | None
+    hidden_size: NonNegativeInt | None
+    layers: NonNegativeInt | None
+    vocab_size: NonNegativeInt | None
 
     @classmethod
     def of(cls, net: PreTrainedModel) -> Subject:
@@ -87,7 +87,7 @@ class Baseline(BaseModel):
     settings: dict[str, Any]
     limits: tuple[str, ...]
     metrics: dict[str, float]
-    structure: dict[str, Amount]
+    structure: dict[str, NonNegativeInt]
     load_route: str
     samples: dict[str, tuple[Finite, ...] | tuple[tuple[Finite, ...], ...]]
 

@@ -22,7 +22,7 @@ KEEP = 0.75  # share of heads that an example of a cut keeps
 
 def after_cut(result: Pruned, given: Given) -> str | None:
     """Return the evaluation of a result; None where no text measures it."""
-    origin = result.manifest.made_by
+    origin = result.manifest.provenance
     # what transformers 4 pruned cannot be loaded, to compare with
     if origin is None or origin.command == "migrate" or result.manifest.auto_class not in _ON_TEXT:
         return None

@@ -214,7 +214,7 @@ def _data(report: Report) -> str:
 
 
 def _facts(manifest: Manifest) -> Table:
-    source, evidence, by = manifest.source, manifest.evidence, manifest.made_by
+    source, evidence, by = manifest.source, manifest.evidence, manifest.provenance
     options = {} if by is None else {n: v for n, v in by.options.items() if v is not None}
     facts = {
         "id": manifest.id,

@@ -9,7 +9,7 @@ from headprune.config import CalibrationConfig, DataConfig, Dtype, ProofOption, 
 from headprune.context import Context
 from headprune.data.batches import calibration as calibration_of
 from headprune.errors import CheckpointError, PlanError
-from headprune.evidence.score import reckons_with_refit
+from headprune.evidence.score import refit_warnings
 from headprune.io.outputs import claims_output
 from headprune.model.loading import has_pruned_heads
 from headprune.model.open import Model, open_model
@@ -40,7 +40,7 @@ def prune(
         output: Folder to write; it appears whole or not at all.
         request: The heads to remove.
         refit: Text to refit W_O on.
-        calibration: Amount of that text, and the element type to compute in.
+        calibration: NonNegativeInt of that text, and the element type to compute in.
         writing: Element types, kind of proof, size of shards.
         context: Progress and permissions.
 
@@ -118,7 +118,7 @@ def _unrefitted(criterion: str | None, edit: Edit) -> tuple[str, ...]:
     """Warn where a cut does without the refit that its scores assume."""
     if criterion is None or edit.plan.kept_heads == edit.plan.query_heads:
         return ()
-    return reckons_with_refit(criterion)
+    return refit_warnings(criterion)
 
 
 def whole(model: Model) -> Edit:

@@ -27,7 +27,7 @@ from headprune.model import probes
 from headprune.model.attention import attention_of, identity
 from headprune.model.loading import auto_class_of, from_pretrained
 from headprune.model.open import open_model, read_model
-from headprune.model.placement import placed
+from headprune.model.placement import move_to_device
 from headprune.model.probes import Outputs
 from headprune.model.residency import residency_of
 from headprune.model.skeleton import below_base
@@ -173,11 +173,11 @@ def _compared(
 ) -> tuple[Check, _Probed | None]:
     """Compare the outputs of a load route with the stored ones."""
     try:
-        net = placed(load())
+        net = move_to_device(load())
         inputs = probes.proof_inputs(net, stored.seed, stored.positions)
         outputs = probes.probe(net, inputs)
     except Exception as error:  # whatever a damaged model raises as it is built, or as it runs
-        if devices.gave_out(error):
+        if devices.is_device_failure(error):
             raise  # which says nothing of the model
         said = error if isinstance(error, HeadpruneError) else f"{type(error).__name__}: {error}"
         return Check(route, False, sentence(str(said))), None
@@ -326,7 +326,7 @@ def _left_alone(
     folder: Path, manifest: Manifest, against: str | Path, trust_remote_code: bool
 ) -> Iterator[Check]:
     """Compare settings, files and tensors with what stays of the model it was made from."""
-    options = manifest.made_by.options if manifest.made_by else {}
+    options = manifest.provenance.options if manifest.provenance else {}
     dtype = Dtype(options.get("dtype", "auto"))
     original = open_model(against, dtype, Allowed(drop_unexpected=True))
     if manifest.changed_weights is None:
@@ -367,7 +367,7 @@ def _against(
     positions: int,
 ) -> Check:
     # what no class takes is in neither: outputs are compared
-    base = placed(read_model(against, dtype, Allowed(drop_unexpected=True)).weighted())
+    base = move_to_device(read_model(against, dtype, Allowed(drop_unexpected=True)).weighted())
     _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)

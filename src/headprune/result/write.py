@@ -29,8 +29,8 @@ from headprune.model import probes
 from headprune.model.cost import kv_heads_of
 from headprune.model.loading import auto_class_of, remote_code, uneven_heads_are_known
 from headprune.model.open import Model, read_model
-from headprune.model.placement import placed
-from headprune.model.refusals import passed_over
+from headprune.model.placement import move_to_device
+from headprune.model.refusals import ignored_tensors
 from headprune.model.residency import Residency, residency_of, runs_by_layers
 from headprune.model.skeleton import Names, Unmapped
 from headprune.model.stored import StoredDtypes, identifying
@@ -59,7 +59,7 @@ from headprune.surgery.streamed import cut_pieces
 from headprune.surgery.transfer import native_twin, twin_of
 
 # rounding is amplified more where texts are decoded than in one pass: 13 times in SmolLM2-135M
-_SPARE = 100.0
+_ROUNDING_FACTOR = 100.0
 PROOF_ROOM = 1.1  # times the weights, as measured: one model at a time, and a few outputs
 
 
@@ -200,7 +200,7 @@ def write(
                 id=NO_ID,
                 created=utc_now(),
                 versions=versions(),
-                made_by=context.made_by,
+                provenance=context.provenance,
                 source=source,
                 parent=parent(),
                 lineage=read_lineage(source_folder(model.source)),
@@ -240,7 +240,7 @@ def _expected(
         model.release()
         pieces = _with_tensors(result, edit.tensors, folded=False)
         return replace(result, pieces=pieces, expected=expected)
-    wide = model.widened(by_layers=result is not None)
+    wide = model.to_float32(by_layers=result is not None)
     needed = "" if wide.by_layers else _memory_needed(takes)
     context.stage(f"probing the gated original{needed}")
     if wide is not model:
@@ -400,7 +400,7 @@ def _conclude(result: _Result, folder: Path, context: Context) -> _Proven:
         return proven
     result.pieces.clear()
     net.to("meta")  # the reloaded model takes its memory
-    outputs = probes.probe(placed(reread.weighted()), expected.inputs)
+    outputs = probes.probe(move_to_device(reread.weighted()), expected.inputs)
     return replace(
         proven,
         proof=equivalence.conclude(expected, outputs),
@@ -444,7 +444,7 @@ def _renumber_alignment(file: Path, generation: GenerationConfig | None) -> None
 
 def _warnings(folder: Path, manifest: Manifest, result: _Result) -> Iterator[str]:
     """Return sentences that a user of the result should know."""
-    left_out = passed_over(result.net, result.model.tensors)
+    left_out = ignored_tensors(result.net, result.model.tensors)
     heads, kv_heads = manifest.query_heads, manifest.kv_heads
     same = heads[0] == heads[1] and kv_heads[0] == kv_heads[1]
     if same and isinstance(manifest.done, Pruning | Merging):
@@ -473,7 +473,7 @@ def refuse_unprovable(model: Model, plan: Plan) -> None:
     Raises:
         ProofError: If rounding hides what one head contributes.
     """
-    _refuse_unprovable(model.widened().net, plan)
+    _refuse_unprovable(model.to_float32().net, plan)
     gc.collect()  # a model that runs layer by layer refers to itself
 
 
@@ -481,7 +481,10 @@ def _refuse_unprovable(net: PreTrainedModel, plan: Plan) -> None:
     if net.dtype not in equivalence.TOLERANCE:
         return  # there is no second one to widen; the proof itself says so
     cuts = resolve(plan.model_copy(update={"model": None}), net, ragged=True)
-    if equivalence.expect(net, cuts, decoded=False).inconclusive(spare=_SPARE) is not None:
+    if (
+        equivalence.expect(net, cuts, decoded=False).inconclusive(rounding_factor=_ROUNDING_FACTOR)
+        is not None
+    ):
         equivalence.expect(net, cuts).refuse_inconclusive()
 
 

@@ -12,7 +12,7 @@ import transformers
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from headprune._version import __version__
-from headprune.context import MadeBy
+from headprune.context import CommandProvenance
 from headprune.errors import CheckpointError
 from headprune.io.folders import digest_of, refuse_links
 from headprune.io.parsing import read_as
@@ -47,7 +47,7 @@ class LineageStep(BaseModel):
         id: Id of the result (``Manifest.digest``).
         created: UTC time.
         versions: Versions of headprune, torch and transformers that made it.
-        made_by: The command, with its resolved options, if it was one.
+        provenance: The command, with its resolved options, if it was one.
         source: The model it was made from.
         parent: Id of that model; None where its files are not at hand.
         shape: "native" if a plain config describes the result, else "runtime".
@@ -72,7 +72,7 @@ class LineageStep(BaseModel):
     id: Digest
     created: str
     versions: dict[str, str]
-    made_by: MadeBy | None = None
+    provenance: CommandProvenance | None = None
     source: ModelIdentity
     parent: Digest | None = None
     shape: Shape

@@ -136,7 +136,7 @@ def written(net: PreTrainedModel, names: Sequence[str]) -> dict[str, Tensor | St
     return {name: kept.get(name) or net.get_parameter(name).detach() for name in names}
 
 
-def sketch(model: Model, edit: Edit) -> PreTrainedModel:
+def meta_model(model: Model, edit: Edit) -> PreTrainedModel:
     """Return the edited model on the meta device, to read its sizes off."""
     net = model.skeleton
     memo = {id(p): nn.Parameter(torch.empty_like(p, device="meta")) for p in net.parameters()}

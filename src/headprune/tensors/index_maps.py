@@ -21,7 +21,7 @@ class IndexMap:
     Attributes:
         tensor: Name of the tensor in the state dict.
         dim: Indexed dimension.
-        indices: Kept positions along ``dim``, in their new order.
+        indices: FractionOrCount positions along ``dim``, in their new order.
         scale: Factor per kept position, or None for 1.
     """
 
@@ -91,7 +91,7 @@ def projection_slices(
     Args:
         roles: As in ``role_slices``.
         interleaved: As in ``role_slices``.
-        kept: Kept head positions for "q", "k" and "v", in their new order.
+        kept: FractionOrCount head positions for "q", "k" and "v", in their new order.
         total: Present head counts for "q", "k" and "v".
         head_dim: Width of a head.
         group_sizes: Where ``interleaved`` is set: kept query heads of every kept KV head, in order.
