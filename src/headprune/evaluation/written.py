@@ -206,7 +206,7 @@ def write(
         CheckpointError: If its stored settings ask for another search.
     """
     continues, search = not model.config.is_encoder_decoder, search_of(model)
-    # without an end token, a row goes on behind its stop string until the whole batch stops
+    # without an end token, a row continues behind its stop string until the whole batch stops
     alone = minds_padding(search, continues) or bool(search.stop_strings)
     if alone or (continues and tokenizer.pad_token_id is None):
         batch_size = 1
