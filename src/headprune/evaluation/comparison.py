@@ -12,7 +12,8 @@ wider than the normal distribution (Hesterberg 2015, arXiv 1411.5279, section 5.
 percentiles). Of fewer than ten, the interval is Student's with the jackknife's standard error.
 
 No resample can show an outcome that the sample lacks. Where values have a lowest and a highest one,
-each end counts one more pair, the best or the worst possible. Weights are drawn, not examples (Gaffke 2005; Learned-Miller and Thomas 2020, arXiv 1905.06208). Of a single
+each end counts one more pair, the best or the worst possible. Weights are drawn, not examples
+(Gaffke 2005; Learned-Miller and Thomas 2020, arXiv 1905.06208). Of a single
 share this is the interval of Clopper and Pearson. Where the examples of a metric differ in length,
 the further one has their mean length. Losses have no highest value: there, one more run counts that
 is twice as far off as the farthest, where models are compared. What no run hints at stays unseen.
