@@ -178,7 +178,7 @@ def sequences_per_pass(batch_size: int, length: int) -> int:
 
 
 class CalibrationConfig(Settings):
-    """NonNegativeInt of data to read; ``dtype`` is the element type of the computation."""
+    """Amount of data to read; ``dtype`` is the element type of the computation."""
 
     calibration_tokens: Tokens = 16_384
     seq_len: Length = 512

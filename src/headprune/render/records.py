@@ -218,7 +218,7 @@ def contenders(choice: ModelChoice) -> Table:
 def chosen(choice: ModelChoice) -> list[Block]:
     """Return the goal, the choice and all candidates."""
     text = (
-        f"FractionOrCount: {choice.goal}; {choice.chosen.name}, the best of {len(choice.contenders)} on one "
+        f"Kept: {choice.goal}; {choice.chosen.name}, the best of {len(choice.contenders)} on one "
         f"half of {choice.held_out_tokens:,} held-out tokens."
     )
     if words := choice.passage_words[0]:
