@@ -114,16 +114,19 @@ FILES = {
         "run/gates/gates.json",
         lambda h: ("prune", h / "base", "--gates", h / "run/gates", "--dry-run"),
     ),
-    "scores": (
-        "scores/scores.json",
-        lambda h: ("report", h / "run/small", h / "scores", h / "o.html"),
-    ),
     "checked": ("run/check.json", lambda h: ("report", h / "run", h / "o.html")),
     "baseline": (
         "b.json",
         lambda h: (
             *("check", h / "base", "--data", h / "text.txt", "--baseline", h / "b.json"),
-            *("--limit", "perplexity <= +2 %", "--config", "seq_len=16", "--max-windows", 12),
+            *(
+                "--limit",
+                "perplexity <= +2 %",
+                "--config",
+                "seq_len=16",
+                "--config",
+                "max_windows=12",
+            ),
             *("--config", "resamples=1000"),
         ),
     ),
