@@ -99,7 +99,7 @@ def test_score_then_prune(case, home, capsys):
 
 
 @pytest.mark.parametrize("criterion", ["compensated", "fisher"])
-def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(criterion, home, capsys):
+def test_a_cut_without_the_refit_that_its_scores_assume_warns(criterion, home, capsys):
     tiny.save(tiny.model("llama-mha"), home / "model")
     base = ["--data", "some text.txt", "--criterion", criterion, "scores", *SMALL]
     after = printed(ran(capsys, "score", "model", *base))
@@ -117,7 +117,7 @@ def test_a_cut_without_the_refit_that_its_scores_reckon_with_warns(criterion, ho
         assert (json.loads(out)["warnings"], "warning" in err) == (said, bool(said))
     plan = ["prune", "model", "--scores", "scores", "--keep", "0.5", "--dry-run"]
     plan += ["--save-plan", "plan.json"]
-    assert ("cut with --refit DATA" in " ".join(ran(capsys, *plan).split())) == warned
+    assert ("cut with --refit DATA" in " ".join(run(capsys, *plan)[2].split())) == warned
 
 
 def test_plan_then_prune(home, capsys):
@@ -126,6 +126,9 @@ def test_plan_then_prune(home, capsys):
     ran(capsys, "score", "a model", "--unit", "head", *base)
     plan = ["prune", "a model", "--scores", "scores", "--keep", "0.5", "--dry-run"]
     plan += ["--save-plan", "the plan.json", "--config", "out_dtype=bfloat16"]
+    code, _, err = run(capsys, *plan)
+    assert (code, "--layout ragged" in err) == (2, True)
+    plan += ["--layout", "ragged"]
     after, made = following(capsys, *plan)
     assert "ragged" in after and "out_dtype=bfloat16" in after
     assert made["refit"]["data"] == "some text.txt"

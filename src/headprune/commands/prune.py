@@ -137,7 +137,7 @@ def prune(
     """Remove heads from the weights, verify the result against the gated model, and write it."""
     if output is None and not dry_run:
         raise HeadpruneError("prune needs OUTPUT, the folder to write (or --dry-run).")
-    from headprune.planning.choose import CutRequest, refuse_request
+    from headprune.planning.choose import CutRequest
     from headprune.result.preview import preview
     from headprune.result.prune import prune
 
@@ -147,7 +147,6 @@ def prune(
     request = build(CutRequest, locals())
     if dry_run or output is None:
         return preview(model, request, Dtype(dtype), save_plan, overwrite, context)
-    refuse_request(request)
     text, calibration = _refit(refit, text_column, scores, criterion, keep, context)
     sample = {"text_column": text_column, "calibration_tokens": calibration_tokens}
     sample |= {"seq_len": seq_len, "batch_size": batch_size != 4, "seed": seed}

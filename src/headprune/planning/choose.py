@@ -84,7 +84,7 @@ class ChosenCuts:
 
 
 @dataclass(frozen=True)
-class _Choice:
+class _Decision:
     """A plan, before it is laid out; fields as of ``ChosenCuts``."""
 
     plan: Plan
@@ -183,13 +183,13 @@ def _scores(given: Path | Scores, *model: Any) -> Scores:
     return given if isinstance(given, Scores) else read_scores(given, *model)
 
 
-def _by_plan(net: PreTrainedModel, plan: Path | Plan | None) -> _Choice:
+def _by_plan(net: PreTrainedModel, plan: Path | Plan | None) -> _Decision:
     if not isinstance(plan, Plan):
         assert plan is not None  # refuse_request
         present = {a.path: (a.query_ids, a.kv_heads) for a in attention_of(net)}
         plan = read_plan(plan, present)
     _refuse_merging(plan)
-    return _Choice(plan, Evidence(kind="plan", id=digest_of(plan.model_dump(mode="json"))))
+    return _Decision(plan, Evidence(kind="plan", id=digest_of(plan.model_dump(mode="json"))))
 
 
 def _refuse_merging(plan: Plan) -> None:
@@ -206,7 +206,7 @@ def _refuse_merging(plan: Plan) -> None:
 
 def _by_scores(
     model: Model, given: Path | Scores, budget: PlanConfig, constraints: Constraints
-) -> _Choice:
+) -> _Decision:
     net, scores = model.any_net, _scores(given, model.identity)
     name, values = scores.of(budget.criterion)
     attentions, unit = fitted_scores(net, scores), scores.metadata.unit
@@ -223,7 +223,7 @@ def _by_scores(
     spent = {limit.option: (limit.most, _total(limit, attentions, plan)) for limit in limits}
     seed = scores.metadata.calibration.seed
     evidence = Evidence(kind="scores", id=scores.id, criterion=name, keep=budget.keep, seed=seed)
-    return _Choice(plan, evidence, spent=spent, scored=scores.metadata)
+    return _Decision(plan, evidence, spent=spent, scored=scores.metadata)
 
 
 def _limits(
@@ -258,7 +258,7 @@ def _total(limit: BudgetLimit, attentions: Sequence[Attention], plan: Plan) -> f
 
 def _by_gates(
     model: Model, folder: Path, keep: float | int | None, constraints: Constraints
-) -> _Choice:
+) -> _Decision:
     trained, attentions = fitted_gates(model.any_net, model.identity, folder)
     unit = trained.metadata.unit
     whole = [a for a in model.attentions if a.path not in trained.metadata.modules]
@@ -280,4 +280,4 @@ def _by_gates(
     plan = plan_from_scores(attentions, unit, flags, budget, model.identity, scale, whole)
     seed = trained.metadata.seed
     evidence = Evidence(kind="gates", id=trained.id, keep=keep, seed=seed)
-    return _Choice(plan, evidence, trained.weights or {})
+    return _Decision(plan, evidence, trained.weights or {})

@@ -13,6 +13,7 @@ from torch import Tensor
 from headprune.config import Dtype, LayoutOption
 from headprune.context import Context
 from headprune.errors import PlanError
+from headprune.evidence.score import refit_warnings
 from headprune.io.outputs import claims_output
 from headprune.io.ownership import PLAN
 from headprune.model.open import Model, open_model
@@ -60,7 +61,7 @@ class Preview:
         spent: Per budget: the limit, and the plan's sum.
         scored: Metadata of the scores, if it is by scores.
         roles_lost: Roles that lose their last head; None without a record of roles.
-        warnings: Purpose and cost of zero heads, a sentence each.
+        warnings: Purpose and cost of zero heads, and of a written plan what its scores assume.
     """
 
     plan: Plan
@@ -131,8 +132,14 @@ def preview(
         spent=chosen.spent,
         scored=chosen.scored,
         roles_lost=chosen.roles_lost,
-        warnings=chosen.padding,
+        warnings=(*chosen.padding, *_notes(chosen, output)),
     )
+
+
+def _notes(chosen: ChosenCuts, output: Path | None) -> tuple[str, ...]:
+    """Say of a plan that is written what a later cut by it does not know: the scores behind it."""
+    criterion = chosen.evidence.criterion
+    return () if output is None or criterion is None else refit_warnings(criterion)
 
 
 @dataclass(frozen=True)
