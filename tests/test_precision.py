@@ -34,7 +34,7 @@ from headprune.model import probes
 from headprune.model.attention import attention_of
 from headprune.model.inspection import inspect
 from headprune.model.open import open_model
-from headprune.model.precision import refuse_missing_dtype
+from headprune.model.precision import refuse_missing_dtype, to_float32
 from headprune.model.stored import StoredDtypes, stored_dtypes, stored_tensors
 from headprune.planning.choose import CutRequest
 from headprune.proof import equivalence
@@ -246,7 +246,7 @@ def test_widened_is_what_loading_in_float32_gives(case, tmp_path):
     wanted = probes.probe(loaded, inputs)
     rounded = equivalence.difference(wanted, probes.probe(half, inputs))
     assert rounded > 1e-3
-    assert equivalence.difference(wanted, probes.probe(widened(half), inputs)) == 0.0
+    assert equivalence.difference(wanted, probes.probe(to_float32(half), inputs)) == 0.0
 
 
 def test_another_type_is_written_when_it_is_asked_for(tmp_path):

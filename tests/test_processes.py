@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 
 def full(command):
-    others = [f"--{k.replace('_', '-')}={v}" for k, v in SETTINGS.items() if k != "learning_rate"]
+    others = [f"--config={k}={v}" for k, v in SETTINGS.items() if k != "learning_rate"]
     return [*command, "--data", "text.txt", *others]
 
 
