@@ -110,7 +110,7 @@ def test_windows_are_those_of_whole_documents(tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["text", "documents", "rows", "chosen by tokens", "merge"])
 def test_no_more_text_is_tokenized_than_a_short_run_needs(kind, tmp_path, monkeypatch):
     """Two steps on a long text, and on one that is four times as long."""
-    monkeypatch.setattr(sequences, "_FAR", 2_000)
+    monkeypatch.setattr(sequences, "_MIN_SCANNED_TOKENS", 2_000)
     monkeypatch.setattr("headprune.data.tokens.WHOLE", 2_000)
     monkeypatch.setattr(sequences, "tokens_of", partial(tokens_of, most=2_000))
     read = []

@@ -205,9 +205,8 @@ def test_a_device_that_fails_is_told_and_what_to_do(
     monkeypatch.setattr(*place, fail)
     monkeypatch.chdir(tmp_path)
     given = [llama_folder if word == "MODEL" else word for word in command]
-    code, _, err = run(
-        capsys, *given, "--data", text_file, "--config", "seq_len=16", "--device", "cpu"
-    )
+    small = ("--config", "seq_len=16", "--config", "device=cpu")
+    code, _, err = run(capsys, *given, "--data", text_file, *small)
     # 1 would say that a check failed
     assert code == 2 and f"error: cpu itself failed {told} If that fails too" in err
     assert "report this" not in err

@@ -28,7 +28,7 @@ MISTAKES = {
     f"{CUT} --keep 0.5 --roles r": "--roles has no effect without --keep-roles or --dry-run",
     "prune gone out --gates g --roles r --keep-roles x": "--keep-roles has no effect without --sc",
     "prune gone out --scores scores --keep 4": "hold 2 criteria",
-    "prune gone out --scores scores --criterion fisher": "--scores needs --keep",
+    "prune gone out --scores scores --criterion fisher": "--scores needs a budget: --keep",
     "prune gone out --scores scores --criterion fischer --keep 4": "Did you mean 'fisher'",
     "prune gone out --scores scores --criterion fisher --keep 1.5": "between 0 and 1, not",
     "prune gone out --scores scores --criterion fisher --keep -2": "negative, and -2 is",

@@ -74,9 +74,7 @@ def folder(tmp_path_factory):
 
 
 def command(output, *others, **settings):
-    save_every, settings = settings.pop("save_every", None), SETTINGS | settings
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-    options += ["--config", f"save_every={save_every}"] if save_every else []
+    options = [f"--config={name}={value}" for name, value in (SETTINGS | settings).items()]
     return ["train-gates", "model", "--data", "text.txt", output, *options, *others]
 
 

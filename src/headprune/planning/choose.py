@@ -105,13 +105,13 @@ def refuse_request(request: CutRequest, refit: DataConfig | None = None) -> None
         raise PlanError(
             "Give one of --gates (from train-gates), --scores (from score) and --plan (a file)."
         )
+    if request.keep_roles and request.roles is None:
+        raise PlanError("--keep-roles has no effect without --roles: give both.")
+    asked_roles(request)
     if scores is not None:
         if all(most is None for most in (keep, request.max_params, request.max_kv_bytes)):
             raise PlanError("--scores needs a budget: --keep, --max-params or --max-kv-bytes.")
         _scores(scores).of(request.criterion)
-    if request.keep_roles and request.roles is None:
-        raise PlanError("--keep-roles has no effect without --roles: give both.")
-    asked_roles(request)
     refuse_target(keep)
     if isinstance(plan, Path):
         plan_content(plan)
