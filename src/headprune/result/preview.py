@@ -137,7 +137,7 @@ def preview(
 
 
 def _notes(chosen: ChosenCuts, output: Path | None) -> tuple[str, ...]:
-    """Say of a plan that is written what a later cut by it does not know: the scores behind it."""
+    """Return the warnings of a written plan: a later cut by it does not know its scores."""
     criterion = chosen.evidence.criterion
     return () if output is None or criterion is None else refit_warnings(criterion)
 
