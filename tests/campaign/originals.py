@@ -11,7 +11,7 @@ from tests.campaign.watched import command, watched
 REFITTING = "--config calibration_tokens=64 --config seq_len=16"
 SCORING = f"{REFITTING} --config batch_size=2"
 TRAINING = "--steps 6 --config batch_size=2 --config save_every=2 --config seq_len=16"
-MEASURING = "--config max_windows=2 --config seq_len=16 --config batch_size=2"
+MEASURING = "--config max_windows=12 --config seq_len=16 --config batch_size=2"
 TELLING = "--config sequences=4 --config seq_len=16 --config batch_size=2 --config resamples=20"
 
 GATES = f"train-gates llama --data text.txt --target-heads 0.5 {TRAINING}"
