@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -64,14 +64,10 @@ def _show(console: Console, result: Pruned | Preview, values: Mapping[str, Any])
         results.pruned(console, result, COMMANDS["prune"].again(values, ACCESS))
 
 
-def _warnings(result: Pruned | Preview) -> Iterable[str]:
-    return result.warnings
-
-
 @command(
     Panel.CUT,
     _show,
-    warnings=_warnings,
+    warnings=lambda result: result.warnings,
     needs={
         "criterion": "scores",
         "keep": "scores|gates",

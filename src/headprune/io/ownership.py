@@ -96,7 +96,7 @@ EVALUATION = FileKind(frozenset({"provenance", "model", "differences"}))
 CHECK = FileKind(frozenset({"verdict", "limits", "judge_s"}))
 BASELINE = FileKind(frozenset({"subject", "inputs_sha256", "structure", "samples"}))
 JUNIT = FileKind(marks=(b'<testsuite name="headprune check"',))
-REPORT = FileKind(marks=(b'<meta name="generator" content="headprune', b"<!-- headprune"))
+REPORT = FileKind(marks=(b'<meta name="generator" content="headprune',))
 FIGURE = FileKind(marks=(b"<dc:title>headprune</dc:title>", b"Software\0headprune"))
 _AMONG_OTHERS = (PLAN, EVALUATION, CHECK, BASELINE, JUNIT, REPORT, FIGURE)
 

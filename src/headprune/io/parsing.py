@@ -52,19 +52,6 @@ def refuse_pointer(file: Path) -> None:
             )
 
 
-def read_json_lines(path: Path) -> list[Any]:
-    """Return the content of every line of a JSONL file that is not empty.
-
-    Raises:
-        CheckpointError: As for ``read_json``; ``FileNotFoundError`` passes.
-    """
-
-    def parse(text: str) -> list[Any]:
-        return [parse_json(line) for line in text.split("\n") if line.strip()]
-
-    return list(_read(path, parse, "JSON lines", CheckpointError))
-
-
 def read_yaml(path: Path, error: Error = CheckpointError) -> Any:
     """Return the content of a YAML file; tags make no objects.
 

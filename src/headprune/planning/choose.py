@@ -37,6 +37,7 @@ from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import GatesMetadata, read_metadata
 from headprune.schemas.plan import Plan, plan_content, read_plan
 from headprune.schemas.records import Evidence
+from headprune.schemas.roles import RolesRecord
 from headprune.schemas.scores import Scores, ScoresMetadata, read_scores
 from headprune.surgery.cut import Cut
 from headprune.tensors.units import Unit, members
@@ -156,7 +157,7 @@ def choose(model: Model, request: CutRequest, empty_layers: bool = True) -> Chos
     if request.gates is not None:
         choice = _by_gates(model, request.gates, request.keep, constraints)
     elif request.scores is not None:
-        choice = _by_scores(model, request.scores, request, constraints)
+        choice = _by_scores(model, request.scores, request, constraints, record)
     else:
         choice = _by_plan(net, request.plan)
     plan = choice.plan
@@ -205,13 +206,17 @@ def _refuse_merging(plan: Plan) -> None:
 
 
 def _by_scores(
-    model: Model, given: Path | Scores, budget: PlanConfig, constraints: Constraints
+    model: Model,
+    given: Path | Scores,
+    budget: PlanConfig,
+    constraints: Constraints,
+    record: RolesRecord | None,
 ) -> _Decision:
     net, scores = model.any_net, _scores(given, model.identity)
     name, values = scores.of(budget.criterion)
     attentions, unit = fitted_scores(net, scores), scores.metadata.unit
     whole = [a for a in model.attentions if a.path not in scores.metadata.modules]
-    sizes, record = unit_sizes(attentions, unit), asked_roles(budget, model.identity)
+    sizes = unit_sizes(attentions, unit)
     held = held_units(record, budget.keep_roles, attentions, unit)
     limits = _limits(net, attentions, budget, model.result_dtypes(budget.out_dtype).default)
     heads = None if budget.keep is None else head_budget(budget.keep, sizes)
