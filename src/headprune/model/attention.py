@@ -206,6 +206,8 @@ def fingerprint(attentions: list[Attention]) -> str:
     for attention in attentions:
         geometry = (attention.query_ids, attention.kv_ids, attention.head_dim)
         digest.update(repr(geometry).encode())
+        if attention.window_heads:
+            digest.update(repr((attention.window_heads, attention.window)).encode())
         weight: Tensor = attention.output_projection.get_parameter("weight")
         sample = sample_of(whole(weight))
         digest.update(sample.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())

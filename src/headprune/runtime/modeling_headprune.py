@@ -9,7 +9,9 @@ model that headprune cut unevenly, so that
 loads it where headprune is not installed. Its settings stand in ``config.headprune``:
 
     family   where attention sits, its projections, and which attributes follow the head counts
-    layout   per attention module, the ids of the remaining heads
+    layout   per attention module, the ids of the remaining heads, and how many of the last KV heads
+             see a window only
+    window   the first tokens (sinks) and the latest (size) that such heads see
 
 ``modeling_headprune.LlamaForCausalLM`` (any class name of transformers will do) is the stock class
 with its attention resized after ``__init__``. No modelling code is copied.
@@ -30,6 +32,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AttentionInterface, Cache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
@@ -86,6 +89,8 @@ class Attention:
         query_ids: Ids of the query heads, in order; ids are those of the model before any cut.
         kv_ids: Ids of the KV heads, in order.
         group_sizes: Query heads of every KV head, in order; equal unless a cut left them ragged.
+        window_heads: How many of the last KV heads see a window only.
+        window: Its size and its sinks, if any do.
     """
 
     path: str
@@ -96,6 +101,8 @@ class Attention:
     query_ids: tuple[int, ...]
     kv_ids: tuple[int, ...]
     group_sizes: tuple[int, ...]
+    window_heads: int = 0
+    window: tuple[int, int] | None = None
 
     @property
     def query_heads(self) -> int:
@@ -144,6 +151,7 @@ def find_attention(model: PreTrainedModel, family: Mapping[str, Any]) -> list[At
             attention.query_ids = tuple(heads["query_heads"])
             attention.kv_ids = tuple(heads["kv_heads"])
             attention.group_sizes = _group_sizes(heads)
+            _give_window(attention, heads, description)
     if not found:
         wanted = " or ".join(f"'{pattern}'" for pattern in family["attention"].values())
         needed = ", ".join(row["path"] for row in family["projections"] if not row["optional"])
@@ -240,13 +248,26 @@ def _measured(
 
 
 def layout_entry(
-    query_ids: Sequence[int], kv_ids: Sequence[int], group_sizes: Sequence[int]
-) -> dict[str, list[int]]:
+    query_ids: Sequence[int],
+    kv_ids: Sequence[int],
+    group_sizes: Sequence[int],
+    window_heads: int = 0,
+) -> dict[str, Any]:
     """The layout of one attention module."""
-    entry = {"query_heads": list(query_ids), "kv_heads": list(kv_ids)}
+    entry: dict[str, Any] = {"query_heads": list(query_ids), "kv_heads": list(kv_ids)}
     if len(set(group_sizes)) > 1:
         entry["group_sizes"] = list(group_sizes)
+    if window_heads:
+        entry["window_heads"] = window_heads
     return entry
+
+
+def _give_window(
+    attention: Attention, heads: Mapping[str, Any], description: Mapping[str, Any]
+) -> None:
+    attention.window_heads, attention.window = heads.get("window_heads", 0), None
+    if attention.window_heads:
+        attention.window = description["window"]["size"], description["window"]["sinks"]
 
 
 def _group_sizes(heads: Mapping[str, Any]) -> tuple[int, ...]:
@@ -262,10 +283,12 @@ def check_heads(heads: Any) -> None:
     Raises:
         ValueError: Naming the mistake.
     """
-    names = {"query_heads", "kv_heads"}
-    if not isinstance(heads, Mapping) or not names <= set(heads) <= names | {"group_sizes"}:
+    names, others = {"query_heads", "kv_heads"}, {"group_sizes", "window_heads"}
+    if not isinstance(heads, Mapping) or not names <= set(heads) <= names | others:
         raise ValueError("query_heads and kv_heads are needed, lists of ids")
     for name, numbers in heads.items():
+        if name == "window_heads":
+            continue
         if not isinstance(numbers, Sequence) or any(type(n) is not int or n < 0 for n in numbers):
             raise ValueError(f"{name} must hold whole numbers from 0 on")
         if name != "group_sizes" and len(set(numbers)) != len(numbers):
@@ -278,6 +301,11 @@ def check_heads(heads: Any) -> None:
     if len(sizes) != kv_heads or sum(sizes) != queries or 0 in sizes:
         groups = f"groups of {', '.join(map(str, sizes))}" if sizes else "no groups"
         raise ValueError(f"{queries} query heads and {kv_heads} KV heads do not make {groups}")
+    windows = heads.get("window_heads", 0)
+    if type(windows) is not int or not 0 <= windows <= kv_heads:
+        raise ValueError(f"window_heads must be a number of its {kv_heads} KV heads, not {windows}")
+    if windows and len(set(sizes)) > 1:
+        raise ValueError("KV heads with unequal numbers of queries cannot have windows")
 
 
 def _check_description(description: Any) -> None:
@@ -304,6 +332,13 @@ def _check_description(description: Any) -> None:
         sound = isinstance(row, Mapping) and set(row) == set(_PROJECTION)
         if not sound or not all(isinstance(row[name], kind) for name, kind in _PROJECTION.items()):
             raise ValueError("the row of the family in config.json is damaged: 'projections'")
+    has_windows = any(isinstance(h, Mapping) and h.get("window_heads") for h in layout.values())
+    window: Any = parts.get("window") or {"size": 1, "sinks": 0}
+    if has_windows and window is not parts.get("window"):
+        raise ValueError("config.json describes heads with windows, but no window")
+    numbers = [window.get(n) for n in ("size", "sinks")] if isinstance(window, Mapping) else [None]
+    if any(type(n) is not int for n in numbers) or numbers[0] < 1 or numbers[1] < 0:
+        raise ValueError(f"config.json describes no size and sinks of a window: {window}")
     for path, heads in layout.items():
         try:
             check_heads(heads)
@@ -326,6 +361,9 @@ def _check_fits(attention: Attention, family: Mapping[str, Any], heads: Mapping[
                 f"config.json describes {len(heads[name])} {name} of '{attention.path}', which has "
                 f"{len(present)}"
             )
+    why = no_windows(attention, family) if heads.get("window_heads") else None
+    if why is not None:
+        raise ValueError(f"'{attention.path}' cannot have windows: {why}")
     for norm, role in family["whole_norms"].items():
         ids = heads["query_heads" if role == "q" else "kv_heads"]
         weight = attention.module.get_submodule(norm).get_parameter("weight")
@@ -333,7 +371,12 @@ def _check_fits(attention: Attention, family: Mapping[str, Any], heads: Mapping[
             raise ValueError(f"'{attention.path}' has no head {max(ids)} in its {norm}")
 
 
-def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, Any]) -> None:
+def resize(
+    attention: Attention,
+    family: Mapping[str, Any],
+    heads: Mapping[str, Any],
+    window: tuple[int, int] | None = None,
+) -> None:
     """Give one attention module the sizes for its remaining heads.
 
     Tensors that already have the new size keep their values. Wider ones are cut to their first
@@ -344,11 +387,14 @@ def resize(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, 
         family: The row of its family.
         heads: Its entry of the layout: ids of the remaining query heads and KV heads. Where the KV
             heads have unequal numbers of queries, these numbers too.
+        window: Size and sinks of a window, if the last ``window_heads`` KV heads have one.
     """
     for changed in (attention.module, *(p.module for p in attention.projections)):
         _make_stock(changed)
     attention.query_ids, attention.kv_ids = tuple(heads["query_heads"]), tuple(heads["kv_heads"])
     attention.group_sizes = _group_sizes(heads)
+    attention.window_heads = heads.get("window_heads", 0)
+    attention.window = window if attention.window_heads else None
     queries, kv_heads = attention.query_heads, attention.kv_heads
     counts = {"q": queries, "k": kv_heads, "v": kv_heads, "o": queries}
     for projection in attention.projections:
@@ -396,6 +442,10 @@ def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
     if repeated:
         own["_attn_implementation"] = REPEATING
         module.headprune_kv_of_query = Positions(owners)
+    if attention.window is not None:
+        own["_attn_implementation"] = WINDOWS
+        full_heads = attention.kv_heads - attention.window_heads
+        module.headprune_form = (full_heads, *attention.window)
     if own or isinstance(getattr(module, "config", None), LayerConfig):
         module.config = LayerConfig(module.config, own)
 
@@ -428,9 +478,22 @@ def _mixin(attention: Attention, family: Mapping[str, Any]) -> type | None:
     """Return the changes of an attention class, if it needs any."""
     if not attention.query_heads:
         return EmptySharedBias if family["shares_position_bias"] else EmptyAttention
+    if attention.window is not None:
+        return WindowHeads
     if family["shares_position_bias"]:
         return PartOfSharedBias
     return PartOfHeads if family["head_arguments"] or _repeats_output(attention, family) else None
+
+
+def no_windows(attention: Attention, family: Mapping[str, Any]) -> str | None:
+    """Why KV heads of a module cannot have windows, as the end of a sentence; None if they can."""
+    if family["shares_position_bias"] or family["head_arguments"]:
+        return "its attention takes a bias for every head"
+    if family["keeps_kv"] or _repeats_output(attention, family):
+        return "other layers read its K and V" if family["keeps_kv"] else "its K and V are repeated"
+    if _repeated_here(attention, family):
+        return "its KV heads are repeated for their queries before they are attended to"
+    return None
 
 
 def _resize_projection(module: nn.Module, is_output: bool, size: int) -> None:
@@ -729,6 +792,244 @@ class PartOfSharedBias(PartOfHeads):
         return output, bias, *rest
 
 
+_UNDO = 64  # tokens of the last forward that crop() can take back: a checked draft, not a prefill
+
+
+class SplitLayer(DynamicLayer):  # type: ignore[misc]  # transformers does not type it
+    """A layer of a cache whose window heads keep their sinks and their latest keys.
+
+    ``full`` holds all keys of the full heads. ``keys`` and ``values`` (batch, window heads, held,
+    head_dim) are those of window heads: the latest, and, once tokens were forgotten, the sinks
+    before them. They were rotated at their own positions and are not rotated again.
+    """
+
+    def __init__(self, full_heads: int, size: int, sinks: int) -> None:
+        super().__init__()
+        self.form = self.full_heads, self.size, self.sinks = full_heads, size, sinks
+        self.full = DynamicLayer()
+        self.length = self.undo = 0  # tokens in all; tokens that crop() can take back
+        self.held_sinks = 0  # 0 until tokens were forgotten
+        self.first: Any = None  # of each row, the position of its first real token
+
+    def get_seq_length(self) -> int:
+        """All tokens, not the held ones: masks and positions are computed from it."""
+        return self.length
+
+    def update(self, keys: Any, values: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take in new keys and values, full heads first.
+
+        Args:
+            keys: Shape (batch, KV heads, new, head_dim).
+            values: The same.
+            first: The position of the first real token of each row, shape (batch,).
+            args: None.
+            kwargs: None.
+
+        Returns:
+            K and V of the full heads, K and V of the window heads, and the positions of the
+            latter's keys, shape (batch, held).
+        """
+        split, new = self.full_heads, keys.shape[2]
+        full = self.full.update(keys[:, :split], values[:, :split])
+        near = super().update(keys[:, split:], values[:, split:])
+        self.length, self.first = self.length + new, first
+        positions = self._positions()
+        self.undo = min(new, _UNDO)
+        self._forget()
+        return full, near, positions
+
+    def _positions(self) -> Any:
+        """Where each held key stood; ``length`` for the place of a sink that is held elsewhere."""
+        device, latest = self.keys.device, self.keys.shape[2] - self.held_sinks
+        at = torch.arange(self.length - latest, self.length, device=device).expand(
+            len(self.keys), -1
+        )
+        if not self.held_sinks:
+            return at
+        sinks = self.first[:, None] + torch.arange(self.sinks, device=device)
+        return torch.cat([sinks.masked_fill(sinks >= self.length - latest, self.length), at], 1)
+
+    def _forget(self) -> None:
+        """Keep the sinks and the latest keys that coming queries see."""
+        latest = self.keys.shape[2] - self.held_sinks
+        keep = min(latest, self.size - 1 + self.undo)
+        if keep == latest:
+            return
+        # a sink among the latest is copied before it is forgotten
+        start = self.length - latest
+        places = self.first[:, None] - start + torch.arange(self.sinks, device=self.keys.device)
+        here = ((places >= 0) & (places < latest))[:, None, :, None]
+        places = places.clamp(0, latest - 1)[:, None, :, None]
+
+        def kept(held: Any) -> Any:
+            old, new = held[:, :, : self.held_sinks], held[:, :, self.held_sinks :]
+            sinks = new.take_along_dim(places, 2)
+            sinks = torch.where(here, sinks, old) if self.held_sinks else sinks
+            return torch.cat([sinks, new[:, :, latest - keep :]], 2)
+
+        self.keys, self.values = kept(self.keys), kept(self.values)
+        self.held_sinks = self.sinks
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back some of the latest tokens: the number comes with a minus.
+
+        Raises:
+            ValueError: If older keys would be needed, which are gone.
+        """
+        count = abs(tokens_to_remove)
+        if count > self.undo and (self.held_sinks or count > self.length):
+            raise ValueError(
+                f"Window heads can take back {self.undo} tokens, not {count}: older keys are gone."
+            )
+        super().crop(-count)
+        self.full.crop(-count)
+        self.length, self.undo = self.length - count, max(self.undo - count, 0)
+
+    def _rows(self, change: str, *arguments: Any) -> None:
+        for layer in (super(), self.full):
+            getattr(layer, change)(*arguments)
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Reorder rows, as a beam search does."""
+        self._rows("reorder_cache", beam_idx)
+        self.first = self.first[beam_idx]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat rows."""
+        self._rows("batch_repeat_interleave", repeats)
+        self.first = self.first.repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep some rows."""
+        self._rows("batch_select_indices", indices)
+        self.first = self.first[indices]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.__init__(*self.form)  # type: ignore[misc]
+
+
+class WindowHeads(_Changed):
+    """An attention class of full heads and, after them, heads that see a window only.
+
+    Its forward leaves the cache to the attention function, which alone knows the mask, and with it
+    the first real token of every row.
+    """
+
+    config: Any
+    headprune_form: tuple[int, int, int]
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        name = next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
+        cache = None if name is None else kwargs.pop(name)
+        if cache is not None:
+            kwargs["headprune_layer"] = self._layer_of(cache)
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+
+    def _layer_of(self, cache: Any) -> SplitLayer:
+        """This module's layer of a cache, which begins as an empty dynamic one."""
+        number = getattr(self, "layer_idx", getattr(self, "layer_id", None))
+        layers = cache.layers
+        layers += [DynamicLayer() for _ in range(len(layers), number + 1)]
+        layer = layers[number]
+        if type(layer) is DynamicLayer and not layer.is_initialized and not cache.offloading:
+            layer = layers[number] = SplitLayer(*self.headprune_form)
+        if getattr(layer, "form", None) != self.headprune_form:
+            raise ValueError(
+                "Heads with windows need an empty DynamicCache, or the cache that they filled "
+                f"before, and got a {type(cache).__name__} of {type(layer).__name__}. Leave out "
+                "cache_implementation, or pass DynamicCache(config=model.config)."
+            )
+        return layer
+
+
+# transformers has one table for all files of this name that lie beside results of other versions
+WINDOWS = f"headprune_windows_{SCHEMA}"
+
+
+def windows_attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    headprune_layer: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Attend with the full heads, then with the window heads, by the model's own function.
+
+    Query i sees key j <= i; a window head only if i - j < size, or if j is one of the first
+    ``sinks`` real tokens. Shapes are (batch, heads, length, head_dim).
+    """
+    attention, is_eager = own_attention(module)
+    (split, size, sinks), (rows, heads, new, _) = module.headprune_form, query.shape
+    queries = split * (heads // key.shape[1])
+    first = first_seen(attention_mask, query)
+    if headprune_layer is None:
+        near, length = (key[:, split:], value[:, split:]), new
+        full = key[:, :split], value[:, :split]
+        at = torch.arange(new, device=key.device).expand(rows, -1)
+    else:
+        full, near, at = headprune_layer.update(key, value, first[:, 0, -1, 0])
+        length = headprune_layer.length
+    i, j = torch.arange(length - new, length, device=key.device)[:, None], at[:, None, None]
+    seen = (j <= i) & ((i - j < size) | (j < first + sinks))
+    if attention_mask is not None:
+        seen = seen & seen_by(attention_mask).take_along_dim(j.clamp(max=length - 1), -1)
+    parts, shared = [], kwargs.pop("s_aux", None)
+    for some, (k, v), mask in (
+        (slice(0, queries), full, attention_mask),
+        (slice(queries, None), near, mask_of(seen, is_eager, query.dtype)),
+    ):
+        if k is not None and k.shape[1]:
+            own = {} if shared is None else {"s_aux": shared[some]}
+            parts.append(attention(module, query[:, some], k, v, mask, **kwargs, **own)[0])
+    return torch.cat(parts, 2), None
+
+
+AttentionInterface.register(WINDOWS, windows_attention)
+
+
+def own_attention(module: Any) -> tuple[Any, bool]:
+    """The attention function of a module whose config names another, and whether it is eager.
+
+    Raises:
+        ValueError: If it takes no mask of tensors.
+    """
+    name = module.config.shared._attn_implementation
+    if name not in ("sdpa", "eager"):
+        raise ValueError(
+            f"Heads with windows run with attn_implementation 'sdpa' or 'eager', not '{name}', "
+            "which takes no mask per head."
+        )
+    home = sys.modules[stock_class(module).__module__]
+    eager = getattr(home, "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager), name == "eager"
+
+
+def seen_by(mask: Any) -> Any:
+    """A mask as booleans: True where a query sees a key."""
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+def first_seen(mask: Any, query: Any) -> Any:
+    """The position of the first token that each query sees, shape (batch, 1, 1 or length, 1)."""
+    if mask is None:
+        return torch.zeros(len(query), 1, 1, 1, dtype=torch.long, device=query.device)
+    first = getattr(mask, "headprune_first", None)
+    if first is None:  # all layers have the same mask
+        first = seen_by(mask).int().argmax(-1, keepdim=True).expand(len(query), -1, -1, -1)
+        mask.headprune_first = first
+    return first
+
+
+def mask_of(seen: Any, is_eager: bool, dtype: Any) -> Any:
+    """Booleans as the mask that an attention function takes."""
+    if not is_eager:
+        return seen
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+
+
 class EmptyAttention(_Changed):
     """An attention class without heads: only the output bias is left."""
 
@@ -882,7 +1183,8 @@ def apply_layout(model: PreTrainedModel, description: Mapping[str, Any]) -> None
         heads = layout.pop(_base_path(model, attention.path), None)
         if heads is not None:
             _check_fits(attention, family, heads)
-            resize(attention, family, heads)
+            window = description.get("window")
+            resize(attention, family, heads, window and (window["size"], window["sinks"]))
     # the encoder of an encoder-decoder is a model of its own, without the other two kinds
     kinds = {attention.kind for attention in attentions}
     missing = [path for path in layout if _kind(path, family) in (*kinds, None)]

@@ -14,6 +14,9 @@ transformers 4. Other modules keep all their heads.
 
 ``"groups": [[0, 2], [1]]`` shares KV heads: the queries of KV heads 0 and 2 get one K and V. A
 merge computes these.
+
+``"window": [1]`` lets KV head 1 and its queries see a window only; the plan says once what a window
+is: ``"window": {"size": 1024, "sinks": 4}``.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from headprune.errors import PlanError
 from headprune.io.parsing import read_json, validated
 from headprune.io.writing import write_whole
 from headprune.registry import did_you_mean
+from headprune.schemas.records import Window
 from headprune.tensors.units import Unit
 
 Number = Annotated[int, Field(ge=0, strict=True)]
@@ -84,6 +88,7 @@ class AttentionPlan(BaseModel):
         scale: Gate value per kept head, folded into the output projection; None for all 1.
         groups: Per KV head of the result, ids of the KV heads that become it; None without a
             merge.
+        window: Ids of the KV heads that see a window only; None to leave the forms as they are.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -93,6 +98,7 @@ class AttentionPlan(BaseModel):
     keep: tuple[Number, ...]
     scale: tuple[Factor, ...] | None = None
     groups: tuple[tuple[Number, ...], ...] | None = None
+    window: tuple[Number, ...] | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> AttentionPlan:
@@ -114,7 +120,8 @@ class Plan(BaseModel):
     Attributes:
         unit: Unit of removal.
         model: The model it was made for; None if it was written by hand.
-        merge: Name of the merge of KV heads; None without one, and in older plans.
+        merge: Name of the merge of KV heads; None without one.
+        window: The window of window heads; None without any.
         attentions: Per module path, the heads that stay.
     """
 
@@ -124,7 +131,14 @@ class Plan(BaseModel):
     unit: Unit
     model: ModelIdentity | None = None
     merge: str | None = None
+    window: Window | None = None
     attentions: dict[str, AttentionPlan]
+
+    @model_validator(mode="after")
+    def _window(self) -> Plan:
+        if self.window is None and any(a.window for a in self.attentions.values()):
+            raise ValueError("it names window heads, but no window: size and sinks")
+        return self
 
     @property
     def query_heads(self) -> int:
@@ -144,8 +158,8 @@ class Plan(BaseModel):
 
     def write(self, path: Path) -> None:
         """Write the plan as indented JSON, with one line per module for readable diffs."""
-        excluded = {"attentions"} if self.merge else {"attentions", "merge"}
-        head = self.model_dump(mode="json", exclude=excluded)
+        unused = {name for name in ("merge", "window") if getattr(self, name) is None}
+        head = self.model_dump(mode="json", exclude={"attentions", *unused})
         rows = [
             f"    {json.dumps(name)}: {a.model_dump_json(exclude_none=True)}"
             for name, a in self.attentions.items()

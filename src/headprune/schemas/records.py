@@ -18,8 +18,26 @@ from pydantic import (
 )
 
 from headprune.runtime import MANIFEST
-from headprune.runtime.modeling_headprune import check_heads
+from headprune.runtime.modeling_headprune import check_heads, layout_entry
 from headprune.schemas.values import Count, Difference, Digest, Finite
+
+
+class Window(BaseModel):
+    """What window heads see: the first tokens, and the latest with the one that looks.
+
+    Attributes:
+        size: Latest tokens.
+        sinks: First tokens; the scores that a softmax must spend somewhere go there (Xiao et al.
+            2023, arXiv 2309.17453).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: Annotated[int, Field(ge=1, strict=True)]
+    sinks: Count = 4
+
+    def __str__(self) -> str:
+        return f"the latest {self.size:,} tokens and the first {self.sinks}"
 
 
 class Heads(BaseModel):
@@ -29,6 +47,7 @@ class Heads(BaseModel):
         query_heads: Ids of its query heads, in order; ids are those of the model before any cut.
         kv_heads: Ids of its KV heads.
         group_sizes: Query heads of every KV head; None where these are equal.
+        window_heads: How many of the last KV heads see a window only; None for none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,6 +55,7 @@ class Heads(BaseModel):
     query_heads: tuple[Count, ...]
     kv_heads: tuple[Count, ...]
     group_sizes: tuple[Count, ...] | None = None
+    window_heads: Count | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Heads:
@@ -43,10 +63,10 @@ class Heads(BaseModel):
         return self
 
     @model_serializer
-    def as_json(self) -> dict[str, list[int]]:
+    def as_json(self) -> dict[str, Any]:
         """Return the entry of the layout."""
-        entry = {"query_heads": list(self.query_heads), "kv_heads": list(self.kv_heads)}
-        return entry if self.group_sizes is None else {**entry, "group_sizes": [*self.group_sizes]}
+        sizes = self.group_sizes or ()
+        return layout_entry(self.query_heads, self.kv_heads, sizes, self.window_heads or 0)
 
 
 class Description(BaseModel):
@@ -56,6 +76,7 @@ class Description(BaseModel):
         schema_version: The latest that the runtime reads.
         family: The row of the model's family, as the runtime takes it.
         layout: Per attention module, the remaining heads.
+        window: What window heads see; None without any.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,6 +84,7 @@ class Description(BaseModel):
     schema_version: Literal[1]
     family: dict[str, Any]
     layout: dict[str, Heads]
+    window: Window | None = None
 
 
 class _Part(BaseModel):

@@ -37,6 +37,9 @@ class Cut:
             compute the same by now, and the first of them stays.
         scale: Gate value per query head that stays; None for all 1.
         group_sizes: Query heads of every KV head that stays.
+        window_heads: How many of the last KV heads that stay see a window only.
+        narrowed: Present KV heads that see a window from now on.
+        window: Size and sinks of the window.
     """
 
     attention: Attention
@@ -44,11 +47,14 @@ class Cut:
     kv_positions: tuple[int, ...]
     scale: tuple[float, ...] | None
     group_sizes: tuple[int, ...]
+    window_heads: int = 0
+    narrowed: tuple[int, ...] = ()
+    window: tuple[int, int] | None = None
 
     @property
-    def heads(self) -> dict[str, list[int]]:
+    def heads(self) -> dict[str, Any]:
         """The entry of the layout for what stays."""
-        return layout_entry(self.query_ids, self.kv_ids, self.group_sizes)
+        return layout_entry(self.query_ids, self.kv_ids, self.group_sizes, self.window_heads)
 
     @property
     def query_ids(self) -> list[int]:
@@ -60,10 +66,10 @@ class Cut:
         """Ids of the KV heads that stay."""
         return [self.attention.kv_ids[p] for p in self.kv_positions]
 
-    def heads_left(self) -> dict[str, list[int]]:
+    def heads_left(self) -> dict[str, Any]:
         """The layout entry of the module as it is now; after the cut."""
-        attention = self.attention
-        return layout_entry(attention.query_ids, attention.kv_ids, attention.group_sizes)
+        a = self.attention
+        return layout_entry(a.query_ids, a.kv_ids, a.group_sizes, a.window_heads)
 
     def gate(self) -> Tensor:
         """The gates whose model this cut equals: 0 for removed heads. Shape (present heads,)."""
@@ -76,7 +82,8 @@ class Cut:
 def uncut(attention: Attention) -> Cut:
     """The cut that leaves a module as it is."""
     positions = tuple(range(attention.query_heads)), tuple(range(attention.kv_heads))
-    return Cut(attention, *positions, None, attention.group_sizes)
+    form = attention.window_heads, (), attention.window
+    return Cut(attention, *positions, None, attention.group_sizes, *form)
 
 
 def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cut]:
@@ -93,7 +100,8 @@ def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cu
     """
     refuse_foreign(plan, model)
     family = family_of(model.config)
-    return [_cut(a, plan.attentions[a.path], family, ragged) for a in attention_of(model)]
+    window = plan.window and (plan.window.size, plan.window.sinks)
+    return [_cut(a, plan.attentions[a.path], family, ragged, window) for a in attention_of(model)]
 
 
 def refuse_foreign(plan: Plan, model: PreTrainedModel) -> None:
@@ -132,7 +140,13 @@ def _check_counts(part: AttentionPlan | None, attention: Attention) -> None:
         )
 
 
-def _cut(attention: Attention, part: AttentionPlan, family: Family, ragged: bool) -> Cut:
+def _cut(
+    attention: Attention,
+    part: AttentionPlan,
+    family: Family,
+    ragged: bool,
+    window: tuple[int, int] | None,
+) -> Cut:
     kept = {attention.query_ids.index(head) for head in part.keep}
     if family.keeps_a_head and not kept:
         raise PlanError(
@@ -143,7 +157,8 @@ def _cut(attention: Attention, part: AttentionPlan, family: Family, ragged: bool
     queries_of = members(Unit.KV_GROUP, attention.group_sizes)
     groups = part.groups or [(head,) for head in attention.kv_ids]
     used: dict[int, list[int]] = {}
-    for group in groups:
+    narrowed, near = _narrowed(attention, part, family, window)
+    for group in sorted(groups, key=lambda group: group[0] in near):  # full heads come first
         _check_kv_heads(attention, group)
         positions = [attention.kv_ids.index(head) for head in group]
         queries = sorted(kept & {q for position in positions for q in queries_of[position]})
@@ -165,7 +180,41 @@ def _cut(attention: Attention, part: AttentionPlan, family: Family, ragged: bool
             )
     order = tuple(q for queries in used.values() for q in queries)
     factors = tuple(scale[attention.query_ids[q]] for q in order) if scale else None
-    return Cut(attention, order, tuple(used), factors, sizes)
+    forms = [attention.kv_ids[position] in near for position in used]
+    if any(forms) and len(set(sizes)) > 1:
+        raise PlanError(
+            f"The plan gives KV heads of '{attention.path}' windows and leaves them with "
+            f"{', '.join(map(str, sizes))} query heads each. Windows need equal groups."
+        )
+    own = window or attention.window
+    return Cut(attention, order, tuple(used), factors, sizes, sum(forms), narrowed, own)
+
+
+def _narrowed(
+    attention: Attention, part: AttentionPlan, family: Family, window: tuple[int, int] | None
+) -> tuple[tuple[int, ...], set[int]]:
+    """Return the positions of KV heads that get a window, and the ids of all that have one."""
+    ids = attention.kv_ids
+    present = ids[len(ids) - attention.window_heads :]
+    if part.window is None or set(part.window) == set(present):
+        return (), set(present)
+    _check_kv_heads(attention, part.window)
+    if present:
+        raise PlanError(
+            f"'{attention.path}' has windows already: KV heads {', '.join(map(str, present))}. "
+            "Give the model without them."
+        )
+    why = modeling_headprune.no_windows(attention, family.for_runtime())
+    if why is not None:
+        raise PlanError(f"KV heads of '{attention.path}' cannot have windows: {why}.")
+    near, joint = set(part.window), part.groups or ()
+    for group in joint:
+        if 0 < len(near & set(group)) < len(group):
+            raise PlanError(
+                f"The plan merges KV heads {', '.join(map(str, group))} of '{attention.path}', and "
+                "gives some of them a window. Give it all of them or none."
+            )
+    return tuple(ids.index(head) for head in sorted(near)), near
 
 
 def _check_kv_heads(attention: Attention, group: Sequence[int]) -> None:
@@ -258,7 +307,7 @@ def cut_heads(model: PreTrainedModel, cuts: Sequence[Cut]) -> Shape:
         for index_map in index_maps(cut, family):
             _replace(model, index_map)
         _pick_modules(cut, family)
-        modeling_headprune.resize(cut.attention, family.for_runtime(), cut.heads)
+        modeling_headprune.resize(cut.attention, family.for_runtime(), cut.heads, cut.window)
     (_write_native_config if shape is Shape.NATIVE else _write_runtime_config)(model, cuts, family)
     return shape
 
@@ -296,6 +345,8 @@ def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
         for cut in cuts
     )
     native = family.native and not any(getattr(config, key, None) for key in family.native_unless)
+    if any(cut.window_heads for cut in cuts):
+        return Shape.RUNTIME
     ragged = any(len(set(cut.group_sizes)) > 1 for cut in cuts)
     shared = any(max(cut.group_sizes, default=1) > 1 for cut in cuts)
     even = len(counts) == 1 and min(counts)[0] > 0 and native and not ragged
@@ -348,6 +399,9 @@ def _write_runtime_config(model: PreTrainedModel, cuts: Sequence[Cut], family: F
         "family": family.for_runtime(),
         "layout": {cut.attention.path: cut.heads_left() for cut in cuts},
     }
+    windows = [cut.window for cut in cuts if cut.window_heads and cut.window is not None]
+    if windows:
+        config.headprune["window"] = dict(zip(("size", "sinks"), windows[0], strict=True))
     fits = [*family.attention] == ["self"] and len(cuts) == config.num_hidden_layers
     if fits and not family.keeps_kv and not _has_own_layers(config):
         # transformers' cache code sizes static caches from these

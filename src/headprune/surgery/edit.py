@@ -15,6 +15,7 @@ from headprune.io.shards import StoredTensor, rows_of
 from headprune.model.gating import fixed, gated
 from headprune.model.open import Model
 from headprune.model.residency import residency_of
+from headprune.model.windows import Narrowed, windowed
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import Plan
 from headprune.surgery.cut import Cut, cut_heads, resolve
@@ -50,8 +51,14 @@ def trying(net: PreTrainedModel, edit: Edit) -> Iterator[list[Cut]]:
     """
     with replaced(net, edit.tensors):
         cuts = edit.cuts(net)
-        with gated([cut.attention for cut in cuts], fixed([cut.gate() for cut in cuts])):
+        gates = fixed([cut.gate() for cut in cuts])
+        with windowed(narrowed(cuts)), gated([cut.attention for cut in cuts], gates):
             yield cuts
+
+
+def narrowed(cuts: Sequence[Cut]) -> list[Narrowed]:
+    """Return the KV heads that cuts give a window."""
+    return [Narrowed(c.attention, c.narrowed, c.window) for c in cuts if c.narrowed and c.window]
 
 
 def put(net: PreTrainedModel, tensors: Tensors) -> Callable[[], None]:

@@ -1,0 +1,167 @@
+"""KV heads that see a window, in a model that is not cut: a mask per head.
+
+A window head keeps its weights and loses the far past. Query i sees key j only if i - j < size, or
+if j is one of the first ``sinks`` real tokens (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453).
+This is the definition that a written result, whose cache forgets keys, is held against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from transformers import AttentionInterface
+
+from headprune.errors import PlanError
+from headprune.runtime.modeling_headprune import (
+    Attention,
+    LayerConfig,
+    first_seen,
+    mask_of,
+    own_attention,
+    seen_by,
+)
+
+_ATTENDED = "headprune_attended"
+Attend = Callable[["AttentionCall"], Tensor]
+
+
+@dataclass(frozen=True)
+class Narrowed:
+    """KV heads of a module that see a window.
+
+    Attributes:
+        attention: The module.
+        kv_positions: The KV heads, by position.
+        window: Size and sinks.
+    """
+
+    attention: Attention
+    kv_positions: tuple[int, ...]
+    window: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of a module's attention function.
+
+    Attributes:
+        module: The attention module.
+        query: Shape (batch, query heads, length, head_dim).
+        key: Shape (batch, KV heads, source length, head_dim).
+        value: The same.
+        mask: What the model gives it; None for all earlier tokens.
+        arguments: Others.
+    """
+
+    module: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    arguments: dict[str, Any]
+
+    def outputs(self, mask: Tensor | None) -> Tensor:
+        """Return the outputs of the heads by the model's own function, shape (batch, length, heads,
+        head_dim)."""
+        function, _ = own_attention(self.module)
+        outputs: Tensor = function(
+            self.module, self.query, self.key, self.value, mask, **self.arguments
+        )[0]
+        return outputs
+
+    def masked(self, kv_positions: Sequence[int], window: tuple[int, int]) -> Tensor:
+        """Return the outputs with a window for some KV heads; shape as of ``outputs``."""
+        every, near = self.seen(window)
+        group = self.query.shape[1] // self.key.shape[1]
+        narrow = torch.zeros(self.key.shape[1], dtype=torch.bool, device=near.device)
+        narrow[list(kv_positions)] = True
+        narrow = narrow.repeat_interleave(group)[:, None, None]
+        seen = torch.where(narrow, near, every)
+        return self.outputs(mask_of(seen, own_attention(self.module)[1], self.query.dtype))
+
+    def seen(self, window: tuple[int, int]) -> tuple[Bool[Tensor, "..."], Bool[Tensor, "..."]]:
+        """Return which keys every query sees without and with a window.
+
+        Shape (1 or batch, 1, length, source length).
+        """
+        (size, sinks), length, new = window, self.key.shape[2], self.query.shape[2]
+        i = torch.arange(length - new, length, device=self.key.device)[:, None]
+        j = torch.arange(length, device=self.key.device)
+        every = (j <= i)[None, None] if self.mask is None else seen_by(self.mask)
+        first = first_seen(self.mask, self.query)
+        return every, every & ((i - j < size) | (j < first + sinks))
+
+
+@contextmanager
+def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]:
+    """Replace the attention function of some modules in a ``with`` block.
+
+    Args:
+        attentions: The modules.
+        attend: Maps a call to outputs of shape (batch, length, heads, head_dim).
+
+    Raises:
+        PlanError: If a module ran and did not call transformers' attention function, or has
+            windows already.
+    """
+    modules: list[Any] = [attention.module for attention in attentions]
+    before = [getattr(module, "config", None) for module in modules]
+    called, ran = set[Any](), set[Any]()
+
+    def called_by(call: AttentionCall) -> Tensor:
+        called.add(call.module)
+        return attend(call)
+
+    handles = []
+    for attention, config in zip(attentions, before, strict=True):
+        module: Any = attention.module
+        if attention.window_heads:
+            raise PlanError(
+                f"'{attention.path}' has windows already. Give the model without them."
+            )
+        own = dict(vars(config)) if isinstance(config, LayerConfig) else {}
+        own.pop("shared", None)
+        own |= {"_attn_implementation": _ATTENDED, "headprune_attend": called_by}
+        module.config = LayerConfig(config, own)
+        handles.append(module.register_forward_hook(lambda module, *_: ran.add(module)))
+    try:
+        yield
+        for attention in attentions:
+            if attention.module in ran - called:
+                raise PlanError(
+                    f"'{attention.path}' does not hand its queries and keys to transformers' "
+                    "attention interface, where windows are applied. Such a model cannot have any."
+                )
+    finally:
+        for module, config, handle in zip(modules, before, handles, strict=False):
+            module.config = config
+            handle.remove()
+
+
+@contextmanager
+def windowed(narrowed: Sequence[Narrowed]) -> Iterator[None]:
+    """Have KV heads see a window in a ``with`` block; raises as ``attending`` does."""
+    by_module = {each.attention.module: each for each in narrowed}
+
+    def attend(call: AttentionCall) -> Tensor:
+        each = by_module[call.module]
+        return call.masked(each.kv_positions, each.window)
+
+    with attending([each.attention for each in narrowed], attend):
+        yield
+
+
+def _attended(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+) -> tuple[Tensor, None]:
+    call = AttentionCall(module, query, key, value, attention_mask, arguments)
+    return module.config.headprune_attend(call), None
+
+
+AttentionInterface.register(_ATTENDED, _attended)
