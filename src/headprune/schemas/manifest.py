@@ -123,7 +123,11 @@ class LineageStep(BaseModel):
     @property
     def uneven(self) -> bool:
         """True if attention modules differ in their numbers of heads."""
-        return len({tuple(map(len, h.as_json().values())) for h in self.layout.values()}) > 1
+        counts = {
+            (len(h.query_heads), len(h.kv_heads), h.group_sizes and len(h.group_sizes))
+            for h in self.layout.values()
+        }
+        return len(counts) > 1
 
 
 class Manifest(Recorded, LineageStep):
