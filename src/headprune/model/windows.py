@@ -93,7 +93,8 @@ class AttentionCall:
         (size, sinks), length, new = window, self.key.shape[2], self.query.shape[2]
         i = torch.arange(length - new, length, device=self.key.device)[:, None]
         j = torch.arange(length, device=self.key.device)
-        every = (j <= i)[None, None] if self.mask is None else seen_by(self.mask)
+        causal = j <= i if getattr(self.module, "is_causal", True) else j >= 0 * i
+        every = causal[None, None] if self.mask is None else seen_by(self.mask)
         first = first_seen(self.mask, self.query)
         return every, every & ((i - j < size) | (j < first + sinks))
 

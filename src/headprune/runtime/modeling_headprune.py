@@ -446,6 +446,7 @@ def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
         own["_attn_implementation"] = WINDOWS
         full_heads = attention.kv_heads - attention.window_heads
         module.headprune_form = (full_heads, *attention.window)
+        module.headprune_per_query = [n for n, role in family["per_head"].items() if role == "q"]
     if own or isinstance(getattr(module, "config", None), LayerConfig):
         module.config = LayerConfig(module.config, own)
 
@@ -923,7 +924,7 @@ class WindowHeads(_Changed):
         name = next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
         cache = None if name is None else kwargs.pop(name)
         if cache is not None:
-            kwargs["headprune_layer"] = self._layer_of(cache)
+            kwargs["headprune_layer"] = self._layer_of(getattr(cache, "self_attention_cache", cache))
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
     def _layer_of(self, cache: Any) -> SplitLayer:
@@ -958,7 +959,7 @@ def windows_attention(
 ) -> Any:
     """Attend with the full heads, then with the window heads, by the model's own function.
 
-    Query i sees key j <= i; a window head only if i - j < size, or if j is one of the first
+    Of the keys j that query i sees, a window head sees those with i - j < size, and the first
     ``sinks`` real tokens. Shapes are (batch, heads, length, head_dim).
     """
     attention, is_eager = own_attention(module)
@@ -973,9 +974,11 @@ def windows_attention(
         full, near, at = headprune_layer.update(key, value, first[:, 0, -1, 0])
         length = headprune_layer.length
     i, j = torch.arange(length - new, length, device=key.device)[:, None], at[:, None, None]
-    seen = (j <= i) & ((i - j < size) | (j < first + sinks))
-    if attention_mask is not None:
-        seen = seen & seen_by(attention_mask).take_along_dim(j.clamp(max=length - 1), -1)
+    if attention_mask is None:  # as transformers' SDPA has it; PaliGemma reads a prompt both ways
+        seen = j <= i if getattr(module, "is_causal", True) else j < length
+    else:
+        seen = seen_by(attention_mask).take_along_dim(j.clamp(max=length - 1), -1) & (j < length)
+    seen = seen & ((i - j < size) | (j < first + sinks))
     parts, shared = [], kwargs.pop("s_aux", None)
     for some, (k, v), mask in (
         (slice(0, queries), full, attention_mask),
@@ -983,11 +986,25 @@ def windows_attention(
     ):
         if k is not None and k.shape[1]:
             own = {} if shared is None else {"s_aux": shared[some]}
-            parts.append(attention(module, query[:, some], k, v, mask, **kwargs, **own)[0])
+            with_heads = _SomeHeads(module, some) if module.headprune_per_query else module
+            parts.append(attention(with_heads, query[:, some], k, v, mask, **kwargs, **own)[0])
     return torch.cat(parts, 2), None
 
 
 AttentionInterface.register(WINDOWS, windows_attention)
+
+
+class _SomeHeads:
+    """A module as an attention function sees it, whose tensors per query head hold some of them."""
+
+    def __init__(self, module: Any, some: slice) -> None:
+        self.headprune_module = module
+        for name in module.headprune_per_query:
+            if isinstance(tensor := getattr(module, name, None), torch.Tensor):
+                setattr(self, name, tensor[some])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.headprune_module, name)
 
 
 def own_attention(module: Any) -> tuple[Any, bool]:

@@ -30,6 +30,7 @@ from headprune.schemas.records import (
     Pruning,
     Recorded,
     Refit,
+    Windowing,
 )
 from headprune.schemas.values import Count, Digest
 
@@ -105,8 +106,8 @@ class LineageStep(BaseModel):
 
     @property
     def evidence(self) -> Evidence | None:
-        """The evidence of the choice of heads, if heads were removed and it is known."""
-        return self.done.evidence if isinstance(self.done, Pruning) else None
+        """The evidence of the choice of heads, if there was one and it is known."""
+        return self.done.evidence if isinstance(self.done, Pruning | Windowing) else None
 
     @property
     def changed_weights(self) -> str | None:
