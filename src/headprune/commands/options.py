@@ -83,6 +83,16 @@ Engines = Annotated[
 ]
 HealSteps = Annotated[values.Steps, option("Then train to match the original, for N steps.")]
 
+# ---- windows
+Window = Annotated[
+    values.Count,
+    option("Latest tokens that a head with a window sees. Default: 1024, or a quarter of --context."),
+]
+Sinks = Annotated[values.NonNegativeInt, option("First tokens that it sees, too.")]
+ContextTokens = Annotated[
+    values.Length, option("Tokens the model is used with. Default: 8192, or its positions.")
+]
+
 # ---- training
 Steps = Annotated[values.Steps, option("Optimiser steps.")]
 TrainSeqLen = Annotated[values.Length, option("Tokens per sequence.", panel=TRAINING)]

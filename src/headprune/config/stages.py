@@ -114,6 +114,67 @@ class ScoreConfig(CalibrationConfig):
     unit: Unit | None = None
     attention: Names = ()
 
+    @model_validator(mode="after")
+    def _removable(self) -> ScoreConfig:
+        if self.unit is Unit.LAYER:
+            raise ValueError("--unit layer goes with --form window; heads are removed by others")
+        return self
+
+
+class WindowConfig(Settings):
+    """The window that heads may get, and the text that says which heads lose little by it.
+
+    Attributes:
+        window: Latest tokens that a head sees; None for 1,024, or a quarter of the context.
+        sinks: First tokens that it sees.
+        context_tokens: Tokens the model is used with; None for 8,192, or its positions.
+        unit: "kv-group" or "layer".
+        calibration_tokens: Tokens of text, and about as many of prompts made from it.
+        seq_len: Tokens per sequence, at most; None for four windows.
+    """
+
+    window: Count | None = None
+    sinks: NonNegativeInt = 4
+    context_tokens: Length | None = None
+    unit: Unit = Unit.KV_GROUP
+    calibration_tokens: Tokens = 8_192
+    seq_len: Length | None = None
+    batch_size: PositiveInt = 4
+    dtype: Dtype = Dtype.AUTO
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _whole_kv_heads(self) -> WindowConfig:
+        if self.unit not in (Unit.KV_GROUP, Unit.LAYER):
+            raise ValueError("a window is of whole KV heads: give --unit kv-group or layer")
+        return self
+
+
+class SwaConfig(WindowConfig):
+    """A window for KV heads, and how many keep the whole past.
+
+    Attributes:
+        keep_full: Share or number of the units that keep it.
+        max_kv_bytes: Instead, bytes of the cache of one sequence of ``context_tokens`` tokens.
+    """
+
+    keep_full: FractionOrCount | None = None
+    max_kv_bytes: NonNegativeInt | None = None
+    out_dtype: Dtype = Dtype.AUTO
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> SwaConfig:
+        if self.max_kv_bytes is not None and self.context_tokens is None:
+            raise ValueError("--max-kv-bytes is of a context: give --context, its tokens")
+        if self.max_kv_bytes is not None and self.keep_full is not None:
+            raise ValueError("give --keep-full or --max-kv-bytes")
+        return self
+
+    @property
+    def kept(self) -> float | int | None:
+        """The share or number; half where no budget is given."""
+        return 0.5 if self.keep_full is None and self.max_kv_bytes is None else self.keep_full
+
 
 class PlanConfig(Settings):
     """Budget and layout of a plan.

@@ -150,6 +150,12 @@ def _ways(planned: KvPlan) -> list[Block]:
     return [Table(columns, rows, names=2, modules=True), note]
 
 
+def windowed(console: Console, result: Pruned, given: Given = ({}, {})) -> None:
+    """Print the heads with a window, their loss in a sentence, and the proof."""
+    page: list[Block] = [*records.heads_drawn(result.plan), *records.windows(result.manifest)]
+    show(console, [*page, *written(result, given)])
+
+
 def healed(console: Console, result: Healed, given: Given = ({}, {})) -> None:
     """Print the gain of healing and the proof."""
     rows = [
