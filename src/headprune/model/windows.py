@@ -111,6 +111,7 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
         PlanError: If a module ran and did not call transformers' attention function, or has
             windows already.
     """
+    refuse_windows(attentions)
     modules: list[Any] = [attention.module for attention in attentions]
     before = [getattr(module, "config", None) for module in modules]
     called, ran = set[Any](), set[Any]()
@@ -122,10 +123,6 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
     handles = []
     for attention, config in zip(attentions, before, strict=True):
         module: Any = attention.module
-        if attention.window_heads:
-            raise PlanError(
-                f"'{attention.path}' has windows already. Give the model without them."
-            )
         own = dict(vars(config)) if isinstance(config, LayerConfig) else {}
         own.pop("shared", None)
         own |= {"_attn_implementation": _ATTENDED, "headprune_attend": called_by}
@@ -143,6 +140,20 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
         for module, config, handle in zip(modules, before, handles, strict=False):
             module.config = config
             handle.remove()
+
+
+def refuse_windows(attentions: Sequence[Attention]) -> None:
+    """Refuse modules with window heads.
+
+    Raises:
+        PlanError: Naming the first.
+    """
+    for attention in attentions:
+        if attention.window_heads:
+            raise PlanError(
+                f"'{attention.path}' has windows already: convert-swa comes last. Give the model "
+                "without them."
+            )
 
 
 @contextmanager

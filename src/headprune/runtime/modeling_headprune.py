@@ -880,7 +880,8 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]  # transformers does not t
         count = abs(tokens_to_remove)
         if count > self.undo and (self.held_sinks or count > self.length):
             raise ValueError(
-                f"Window heads can take back {self.undo} tokens, not {count}: older keys are gone."
+                f"Window heads can take back {self.undo} tokens, not {count}: older keys are gone. "
+                "To draft for another model, take one without windows."
             )
         super().crop(-count)
         self.full.crop(-count)
