@@ -36,8 +36,10 @@ def _show(console: Console, result: Pruned | Healed, values: Mapping[str, Any]) 
     from headprune.result.write import Pruned
 
     given = COMMANDS["convert-swa"].again(values, ACCESS)
-    shown = results.windowed if isinstance(result, Pruned) else results.healed
-    shown(console, result, given)
+    if isinstance(result, Pruned):
+        results.windowed(console, result, given)
+    else:
+        results.healed(console, result, given)
 
 
 def _warnings(result: Any) -> Any:

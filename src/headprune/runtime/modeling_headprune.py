@@ -333,17 +333,24 @@ def _check_description(description: Any) -> None:
         if not sound or not all(isinstance(row[name], kind) for name, kind in _PROJECTION.items()):
             raise ValueError("the row of the family in config.json is damaged: 'projections'")
     has_windows = any(isinstance(h, Mapping) and h.get("window_heads") for h in layout.values())
-    window: Any = parts.get("window") or {"size": 1, "sinks": 0}
-    if has_windows and window is not parts.get("window"):
+    window: Any = parts.get("window")
+    if has_windows and window is None:
         raise ValueError("config.json describes heads with windows, but no window")
-    numbers = [window.get(n) for n in ("size", "sinks")] if isinstance(window, Mapping) else [None]
-    if any(type(n) is not int for n in numbers) or numbers[0] < 1 or numbers[1] < 0:
+    if window is not None and not _is_window(window):
         raise ValueError(f"config.json describes no size and sinks of a window: {window}")
     for path, heads in layout.items():
         try:
             check_heads(heads)
         except ValueError as error:
             raise ValueError(f"config.json describes no heads of '{path}': {error}") from None
+
+
+def _is_window(window: Any) -> bool:
+    """Return whether a description of a window is one: whole numbers, and a size above 0."""
+    if not isinstance(window, Mapping) or set(window) != {"size", "sinks"}:
+        return False
+    whole = all(type(number) is int for number in window.values())
+    return whole and window["size"] >= 1 and window["sinks"] >= 0
 
 
 def _check_fits(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, Any]) -> None:
@@ -808,6 +815,8 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]  # transformers does not t
         super().__init__()
         self.form = self.full_heads, self.size, self.sinks = full_heads, size, sinks
         self.full = DynamicLayer()
+        self.keys: Any = None
+        self.values: Any = None
         self.length = self.undo = 0  # tokens in all; tokens that crop() can take back
         self.held_sinks = 0  # 0 until tokens were forgotten
         self.first: Any = None  # of each row, the position of its first real token
@@ -928,10 +937,10 @@ class WindowHeads(_Changed):
             kwargs["headprune_layer"] = self._layer_of(getattr(cache, "self_attention_cache", cache))
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
-    def _layer_of(self, cache: Any) -> SplitLayer:
+    def _layer_of(self, cache: Any) -> Any:
         """This module's layer of a cache, which begins as an empty dynamic one."""
-        number = getattr(self, "layer_idx", getattr(self, "layer_id", None))
-        layers = cache.layers
+        number: Any = getattr(self, "layer_idx", getattr(self, "layer_id", None))
+        layers: Any = cache.layers
         layers += [DynamicLayer() for _ in range(len(layers), number + 1)]
         layer = layers[number]
         if type(layer) is DynamicLayer and not layer.is_initialized and not cache.offloading:

@@ -83,8 +83,8 @@ class Cut:
 def uncut(attention: Attention) -> Cut:
     """The cut that leaves a module as it is."""
     positions = tuple(range(attention.query_heads)), tuple(range(attention.kv_heads))
-    form = attention.window_heads, (), attention.window
-    return Cut(attention, *positions, None, attention.group_sizes, *form)
+    whole = Cut(attention, *positions, None, attention.group_sizes)
+    return replace(whole, window_heads=attention.window_heads, window=attention.window)
 
 
 def narrowed(cuts: Sequence[Cut]) -> list[Narrowed]:
@@ -111,7 +111,7 @@ def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cu
     """
     refuse_foreign(plan, model)
     family = family_of(model.config)
-    window = plan.window and (plan.window.size, plan.window.sinks)
+    window = None if plan.window is None else (plan.window.size, plan.window.sinks)
     return [_cut(a, plan.attentions[a.path], family, ragged, window) for a in attention_of(model)]
 
 
