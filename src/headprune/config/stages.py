@@ -114,6 +114,41 @@ class ScoreConfig(CalibrationConfig):
     unit: Unit | None = None
     attention: Names = ()
 
+    @model_validator(mode="after")
+    def _removable(self) -> ScoreConfig:
+        if self.unit is Unit.LAYER:
+            raise ValueError("--unit layer goes with --form window; heads are removed by others")
+        return self
+
+
+class WindowConfig(Settings):
+    """The window that heads may get, and the text that says which heads lose little by it.
+
+    Attributes:
+        window: Latest tokens that a head sees; None for 1,024, or a quarter of the context.
+        sinks: First tokens that it sees.
+        context: Tokens the model is used with; None for 8,192, or its positions.
+        unit: "kv-group" or "layer".
+        calibration_tokens: Tokens of text, and about as many of prompts made from it.
+        seq_len: Tokens per sequence, at most; None for four windows.
+    """
+
+    window: Count | None = None
+    sinks: NonNegativeInt = 4
+    context: Length | None = None
+    unit: Unit = Unit.KV_GROUP
+    calibration_tokens: Tokens = 8_192
+    seq_len: Length | None = None
+    batch_size: PositiveInt = 4
+    dtype: Dtype = Dtype.AUTO
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _whole_kv_heads(self) -> WindowConfig:
+        if self.unit not in (Unit.KV_GROUP, Unit.LAYER):
+            raise ValueError("a window is of whole KV heads: give --unit kv-group or layer")
+        return self
+
 
 class PlanConfig(Settings):
     """Budget and layout of a plan.

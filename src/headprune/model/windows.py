@@ -122,9 +122,7 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
     for attention, config in zip(attentions, before, strict=True):
         module: Any = attention.module
         if attention.window_heads:
-            raise PlanError(
-                f"'{attention.path}' has windows already. Give the model without them."
-            )
+            raise PlanError(f"'{attention.path}' has windows already. Give the model without them.")
         own = dict(vars(config)) if isinstance(config, LayerConfig) else {}
         own.pop("shared", None)
         own |= {"_attn_implementation": _ATTENDED, "headprune_attend": called_by}

@@ -23,6 +23,7 @@ from headprune.io.parsing import read_as
 from headprune.io.tensors import described, read_tensors
 from headprune.registry import did_you_mean
 from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.records import Window
 from headprune.schemas.values import Count, Digest
 from headprune.tensors.units import Unit, members
 
@@ -49,6 +50,7 @@ class ScoresMetadata(BaseModel):
         ragged: True if a cut may leave KV heads with unequal numbers of queries; ``prune`` then
             needs ``--layout ragged``.
         refits: True if W_O can be refitted on that text.
+        window: The window that heads were scored for; None for scores of removal.
         id: ``Scores.id`` when they were written; None before.
     """
 
@@ -70,6 +72,7 @@ class ScoresMetadata(BaseModel):
     recalls: bool = False
     ragged: bool = False
     refits: bool = True
+    window: Window | None = None
     id: Digest | None = None
 
     @property
