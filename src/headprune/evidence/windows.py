@@ -1,0 +1,292 @@
+"""How much every KV head, or layer, loses by a window: one forward and one backward pass.
+
+With a share ``a`` of full attention in the output of a head,
+
+    a full + (1 - a) window,        d loss / d a at a = 1  =  sum over tokens of g . (full - window)
+
+where g is the gradient of the loss by the head's output. Of the outputs with a window only the
+values are needed. A score is the sum over blocks of tokens of the squared slope of a block. Two
+kinds of evidence count: text, and answers that lie further back than the window (``data.far``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from headprune.config import CalibrationConfig, DataConfig
+from headprune.config.stages import WindowConfig
+from headprune.context import Context
+from headprune.data.batches import calibration
+from headprune.data.far import far_rows
+from headprune.data.read import digest_of_data
+from headprune.data.text import Sequences
+from headprune.data.tokens import around
+from headprune.errors import DataError, PlanError
+from headprune.evidence.losses import example_losses
+from headprune.evidence.statistics import first_not_finite
+from headprune.model.attention import attention_of, family_of
+from headprune.model.batch import Batch, most_tokens, task_of
+from headprune.model.cost import KVCache
+from headprune.model.gating import frozen
+from headprune.model.open import Model
+from headprune.model.residency import recomputing
+from headprune.model.windows import AttentionCall, attending
+from headprune.runtime.modeling_headprune import Attention, mask_of, no_windows, own_attention
+from headprune.schemas.manifest import utc_now, versions
+from headprune.schemas.records import Window
+from headprune.schemas.scores import Scores, ScoresMetadata
+from headprune.tensors.units import Unit, members
+
+CRITERION = "window"
+BLOCK = 512  # tokens whose slopes are summed before they are squared
+FAR = 1.0  # weight of far answers beside text
+_WINDOW, _CONTEXT = 1_024, 8_192  # at most, where none is given
+_SEQUENCE = 4  # windows in a sequence
+_LEAST_CHUNK = 128  # queries that attend together
+_SHIPPED = Path(__file__).parents[1] / "data" / "mixed"
+
+
+def window_scores(
+    model: Model, config: WindowConfig, data: DataConfig | None = None, context: Context = Context()
+) -> Scores:
+    """Score what KV heads or layers lose by a window.
+
+    Args:
+        model: A causal language model.
+        config: The window, the unit of a score, and the amount of text.
+        data: The text; None for that which comes with headprune.
+        context: Progress.
+
+    Returns:
+        Scores by the criterion "window"; units with high ones keep full attention first. Modules
+        that can have no window, or have one, are left out.
+
+    Raises:
+        PlanError: If no module can have a window, or the window is no smaller than the context.
+        DataError: If there is too little text, or a number is not finite.
+    """
+    net, source = model.net, data or DataConfig(source=str(_SHIPPED))
+    attentions, window = candidates(net), window_of(net, model.tokenizer, config)
+    text = _text(model, config, window, source)
+    batches = text.batches()
+    far = _far_batches(model, text, window, config.seed)
+    context.stage("scoring")
+    passes, size = context.each([*batches, *far]), (window.size, window.sinks)
+    total = torch.zeros(sum(len(members(config.unit, a.group_sizes)) for a in attentions))
+    for count, weight in ((len(batches), 1.0), (len(far), FAR)):
+        part = slopes(net, attentions, islice(passes, count), size)
+        total = total + weight * _shares(part, attentions, config.unit)
+    length = len(text.rows[0]["input_ids"])
+    about = ScoresMetadata(
+        created=utc_now(),
+        versions=versions(),
+        model=model.identity,
+        unit=config.unit,
+        modules=tuple(a.path for a in attentions),
+        heads=tuple(tuple(a.query_ids) for a in attentions),
+        group_sizes=tuple(tuple(a.group_sizes) for a in attentions),
+        criteria={CRITERION: "squared slope of the loss by the share of full attention"},
+        data=data,
+        data_sha256=digest_of_data(source) if Path(source.source).exists() else None,
+        calibration=config.part(CalibrationConfig, seq_len=length),
+        tokens=text.tokens + sum(batch["input_ids"].numel() for batch in far),
+        refits=False,
+        window=window,
+    )
+    return Scores(about, {CRITERION: total})
+
+
+def candidates(net: PreTrainedModel) -> list[Attention]:
+    """Return the modules whose KV heads may get a window: those that cache the whole past.
+
+    Raises:
+        PlanError: If there is none.
+    """
+    task = task_of(net)
+    if task != "causal-lm":
+        raise PlanError(
+            f"Windows shorten the KV cache of causal language models, and {type(net).__name__} is "
+            f"none (its task is {task})."
+        )
+    cache, row, reason = KVCache.of(net), family_of(net.config).for_runtime(), None
+    result = []
+    for attention in attention_of(net):
+        if attention.path not in cache.per_token or not attention.kv_heads:
+            continue
+        if attention.path in cache.windows or attention.window_heads:
+            reason = reason or "all of it has windows already"
+        elif (why := no_windows(attention, row)) is not None:
+            reason = why
+        else:
+            result.append(attention)
+    if not result:
+        raise PlanError(
+            f"No attention of this {type(net).__name__} can get a window: "
+            f"{reason or 'none of it caches tokens'}."
+        )
+    return result
+
+
+def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Window:
+    """Return the window of some settings for a model.
+
+    Raises:
+        PlanError: If it is no smaller than the context.
+    """
+    most = most_tokens(net, tokenizer) or _CONTEXT
+    context = config.context_tokens or min(_CONTEXT, most)
+    if config.context_tokens is not None and config.context_tokens > most:
+        raise PlanError(f"--context {context:,}: model and tokenizer take {most:,} at most.")
+    size = config.window or max(1, min(_WINDOW, context // 4))
+    if size + config.sinks >= context:
+        raise PlanError(
+            f"A window of {size:,} tokens and {config.sinks} sinks leaves nothing out of a context "
+            f"of {context:,} tokens. Give a smaller --window or a larger --context."
+        )
+    return Window(size=size, sinks=config.sinks)
+
+
+def _text(model: Model, config: WindowConfig, window: Window, data: DataConfig) -> Sequences:
+    """Return sequences that are longer than the window.
+
+    Raises:
+        PlanError: If they cannot be.
+    """
+    most = most_tokens(model.net, model.tokenizer) or sys.maxsize
+    length = min(_SEQUENCE * window.size, most, config.seq_len or sys.maxsize)
+    if length <= window.size + window.sinks + 1:
+        raise PlanError(
+            f"Sequences of {length:,} tokens show nothing beyond a window of {window.size:,} and "
+            f"{window.sinks} sinks. Give a smaller --window or a larger --seq-len."
+        )
+    tokens = max(config.calibration_tokens, length)
+    how = config.part(CalibrationConfig, seq_len=length, calibration_tokens=tokens)
+    return calibration(model.net, model.tokenizer, data, how, "score").fit
+
+
+def _far_batches(model: Model, text: Sequences, window: Window, seed: int) -> list[Batch]:
+    first, ids = len(around(model.tokenizer).before), text.rows["input_ids"]
+    rows = far_rows(ids, model.tokenizer, (window.size, window.sinks), first, seed)
+    return [
+        {name: torch.tensor([column]) for name, column in row.items()} | {"use_cache": False}
+        for row in rows
+    ]
+
+
+def slopes(
+    net: PreTrainedModel,
+    attentions: Sequence[Attention],
+    batches: Iterable[Batch],
+    window: tuple[int, int],
+    block: int = BLOCK,
+) -> list[Float[Tensor, "blocks heads"]]:
+    """Return the slope of the loss by the share of full attention, at full attention.
+
+    The loss is that of every example by itself, the mean over its tokens.
+
+    Args:
+        net: The model.
+        attentions: The modules.
+        batches: Inputs and labels.
+        window: Size and sinks.
+        block: Tokens of a block; slopes of its tokens are summed.
+
+    Returns:
+        Per module a slope of every block of an example, and query head, in float32.
+
+    Raises:
+        PlanError: If a module does not call transformers' attention function.
+        DataError: If an example has nothing to score, or a slope is not finite.
+    """
+    rows: dict[Any, list[Tensor]] = {attention.module: [] for attention in attentions}
+    live: dict[Any, Tensor] = {}
+
+    def attend(call: AttentionCall) -> Tensor:
+        outputs = call.outputs(call.mask)
+        if not outputs.requires_grad:  # of the first layer: all weights are frozen
+            outputs.requires_grad_()
+        if not recomputing():
+            lost = outputs.detach()[:, sum(window) :] - windowed_outputs(call, window)
+            outputs.register_hook(partial(seen, call.module, lost))
+        return outputs
+
+    def seen(module: Any, lost: Tensor, gradient: Tensor) -> None:
+        of_tokens = (gradient[:, sum(window) :].float() * lost.float()).sum(-1)
+        live[module] = live[module] + of_tokens if module in live else of_tokens
+
+    with frozen(net), attending(attentions, attend):
+        for batch in batches:
+            example_losses(net, "causal-lm", batch).sum().backward()
+            for module, of_tokens in live.items():
+                parts = [part.sum(1) for part in of_tokens.split(block, 1)]
+                rows[module].append(torch.stack(parts, 1).flatten(0, 1).cpu())
+            live.clear()
+    result = []
+    for attention in attentions:
+        found = rows[attention.module]
+        each = torch.cat(found) if found else torch.zeros(1, attention.query_heads)
+        if first_not_finite(each) is not None:
+            raise DataError(
+                f"A slope of '{attention.path}' is not finite: the model overflows in this dtype "
+                "or its weights are damaged. Try --config dtype=float32."
+            )
+        result.append(each)
+    return result
+
+
+def windowed_outputs(
+    call: AttentionCall, window: tuple[int, int]
+) -> Float[Tensor, "batch seen heads head_dim"]:
+    """Return the outputs with a window, of the queries that it hides something from.
+
+    Queries run in chunks, each over the keys that it may see. With padding, or an attention that
+    takes its mask in numbers, all keys are masked instead.
+    """
+    (size, sinks), length = window, call.query.shape[2]
+    with torch.no_grad():
+        if call.mask is not None:
+            lone = call.seen(window)[0].any(-1)[:, 0, sum(window) :, None, None]
+            outputs = call.masked(range(call.key.shape[1]), window)[:, sum(window) :]
+            return outputs.where(lone, 0)
+        parts, step = [], max(size, _LEAST_CHUNK)
+        for start in range(size + sinks, length, step):
+            stop, low = min(start + step, length), start - size + 1
+            i = torch.arange(start, stop, device=call.query.device)[:, None]
+            j = torch.arange(low, stop, device=call.query.device)
+            near = F.pad((j <= i) & (i - j < size), (sinks, 0), value=True)
+            part = replace(
+                call,
+                query=call.query[:, :, start:stop],
+                **{
+                    name: torch.cat([states[:, :, :sinks], states[:, :, low:stop]], 2)
+                    for name, states in (("key", call.key), ("value", call.value))
+                },
+            )
+            eager = own_attention(call.module)[1]
+            parts.append(part.outputs(mask_of(near[None, None], eager, call.query.dtype)))
+        return torch.cat(parts, 1)
+
+
+def _shares(
+    slopes: Sequence[Float[Tensor, "blocks heads"]], attentions: Sequence[Attention], unit: Unit
+) -> Float[Tensor, " units"]:
+    """Return the sum over blocks of the squared slope of every unit, as a share of all."""
+    squares = [
+        part[:, heads].sum(1).double().square().sum()
+        for part, attention in zip(slopes, attentions, strict=True)
+        for heads in members(unit, attention.group_sizes)
+    ]
+    total = torch.stack(squares)
+    return total / total.sum().clamp(min=torch.finfo(total.dtype).tiny)
