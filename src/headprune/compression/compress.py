@@ -38,6 +38,7 @@ from headprune.errors import (
     Interrupted,
     PlanError,
 )
+from headprune.evaluation.task_table import TASKS
 from headprune.evaluation.written import COUNTED, refuse_metrics
 from headprune.io.outputs import claimed, whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
@@ -55,7 +56,6 @@ from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
 from headprune.surgery.edit import Edit
 
-_OF_RUNNING_TEXT = ("causal-lm", "masked-lm")  # cut into sequences
 _SEQUENCES = 8  # at least: one of eight chooses the ridge of fits to the others
 _JUDGED = 512  # tokens of a judged sequence: of longer ones there would be too few
 
@@ -163,7 +163,7 @@ class _Compression:
         most = most_tokens(net, self.model.tokenizer) or config.seq_len
         read = min(config.seq_len, most)
         self.judged = min(read, _JUDGED)
-        if task in _OF_RUNNING_TEXT:
+        if TASKS[task].closed is not None:
             read = min(read, max(2, config.calibration_tokens // _SEQUENCES))
         self.heal_seq_len = config.seq_len if config.seq_len < STEP_TOKENS else None
         self.config = config.model_copy(update={"seq_len": read})
