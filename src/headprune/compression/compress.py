@@ -43,7 +43,7 @@ from headprune.evaluation.written import COUNTED, refuse_metrics
 from headprune.io.outputs import claimed, whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
 from headprune.model.batch import most_tokens
-from headprune.model.loading import CLASSIFIERS, UNMEASURED, task_of
+from headprune.model.loading import CLASSIFIERS, Task, task_of
 from headprune.model.open import Model, open_model
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.constraints import constraints_of
@@ -371,7 +371,7 @@ def _refuse_metric(metric: str | None, context: Context) -> None:
     refuse_metrics([metric], context.allowed)
 
 
-def _refuse_unfit(task: str, data: Sequence[DataConfig], metric: str | None) -> None:
+def _refuse_unfit(task: Task, data: Sequence[DataConfig], metric: str | None) -> None:
     """Refuses text that a task cannot be learnt from.
 
     Raises:
@@ -387,7 +387,7 @@ def _refuse_unfit(task: str, data: Sequence[DataConfig], metric: str | None) -> 
             "An encoder-decoder is compressed on pairs: give --data and --text-column "
             "SOURCE,TARGET (CSV, TSV, JSONL or parquet)."
         )
-    if task in UNMEASURED:
+    if task not in TASKS or TASKS[task].measure is None:
         raise DataError(
             f"There is no measure for the head of this model ({task}) to choose by. Use score, "
             "prune and heal, and a script of its task."

@@ -1,7 +1,7 @@
 """The tasks of models, one row each.
 
-A row says what a model of the task reads, and what comes out of a pass. ``evaluate`` holds that
-against the data, and ``compress`` against what comes out of the original.
+A row has the rows that a model reads, and the outputs of a pass over them. ``evaluate`` holds these
+against the data, and ``compress`` against the outputs of the original.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.probes import LAST_WORDS, NEEDLES, PASSAGE_WORDS
 from headprune.evaluation.quality import Pass, TokenLosses
-from headprune.evaluation.refusals import are_pairs
 from headprune.evaluation.tagged import ENTITIES, TAGS, names_entities, tag_columns
 from headprune.model.batch import Task, most_tokens
 from headprune.model.embedding import prompt_of
@@ -50,7 +49,7 @@ _SCORED = ("similarities", "scores")
 
 @dataclass(frozen=True)
 class Reading:
-    """How text becomes rows.
+    """Settings of the rows of a text.
 
     Attributes:
         net: The model.
@@ -70,7 +69,7 @@ class Reading:
 
 
 class Truth(NamedTuple):
-    """What outputs are held against: the rows of a domain, what they were made of, and classes.
+    """The truth that outputs are held against: rows with labels, examples, and classes.
 
     The config is that of the first model, whose classes number labels and outputs.
     """
@@ -82,7 +81,7 @@ class Truth(NamedTuple):
 
 @dataclass(frozen=True)
 class Measure(Generic[T]):
-    """What ``compress`` chooses by: the nearness of a model to the original.
+    """A measure of the nearness of a model to the original, by which ``compress`` chooses.
 
     Attributes:
         name: Name of the number.
@@ -102,11 +101,11 @@ class TaskRow(Generic[T]):
     """A task.
 
     Attributes:
-        rows: From text to rows.
-        outputs: What comes out of a pass, in the order of the rows.
-        columns: From that to the columns of metrics.
+        rows: From text to rows. Those of a running text come with their documents.
+        outputs: From a pass to its outputs, in the order of the rows.
+        columns: From outputs to the columns of metrics.
         names: Names of all columns that there may be.
-        measure: What ``compress`` chooses by; None for what it does not take.
+        measure: The measure of ``compress``; None where it takes no such model.
         closed: Of a running text in sequences, whether each ends as a text; None for single texts.
     """
 
@@ -116,6 +115,11 @@ class TaskRow(Generic[T]):
     names: Callable[[Truth], tuple[str, ...]]
     measure: Measure[T] | None = None
     closed: bool | None = None
+
+
+def are_pairs(examples: Examples | Images | Recordings) -> bool:
+    """Return whether the examples are scored pairs of sentences."""
+    return examples.labels is not None and examples.width == 2
 
 
 def _windows(how: Reading, examples: Examples, closed: bool = False) -> Rows:
