@@ -38,7 +38,7 @@ from headprune.config import (
 )
 from headprune.data.passages import passages
 from headprune.data.read import read_examples
-from headprune.data.sequences import packed_sequences
+from headprune.data.sequences import all_windows
 from headprune.evaluation import speed as speeds
 from headprune.evaluation.metrics import Samples, interval_of
 from headprune.evaluation.probes import last_words
@@ -137,7 +137,7 @@ def gate_steps(
 def windows_of(model: Path, data: Path, length: int, count: int) -> Tensor:
     """Return the first windows of a text."""
     examples = read_examples(DataConfig(source=str(data)))
-    rows = packed_sequences(examples, load_tokenizer(model), length, need=count)
+    rows = all_windows(examples, load_tokenizer(model), length, need=count)[0]
     return torch.tensor(rows[:count]["input_ids"])
 
 

@@ -66,7 +66,7 @@ from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import tokenized_rows
 from headprune.data.text import evenly
 from headprune.evaluation.metrics import similarity_correlation
-from headprune.evaluation.quality import causal_losses, embeddings
+from headprune.evaluation.quality import Pass, causal_losses, embeddings
 from headprune.evaluation.tasks import task_scores
 from headprune.evidence.recall import passage_dependent_words
 from headprune.model.answers import answered
@@ -365,7 +365,7 @@ class Bench:
         count = len(ids) // length
         starts = [length * n for n in (range(count) if windows is None else evenly(count, windows))]
         rows = Dataset.from_dict({"input_ids": [ids[at : at + length] for at in starts]})
-        losses = causal_losses(net, rows, self.tokenizer, max(1, LONG // length))
+        losses = causal_losses(Pass(net, rows, self.tokenizer, max(1, LONG // length)))
         return float(losses.nll_nats.sum() / losses.tokens.sum())
 
     @cache  # noqa: B019  # one bench a run
@@ -455,7 +455,7 @@ class Similarities(Bench):
         examples = Examples([(text,) for text in sentences], None, True)
         rows = tokenized_rows(examples, self.tokenizer, self.seq_len)
         with _measured(made) as net:
-            return embeddings(net, rows, self.tokenizer, 32)
+            return embeddings(Pass(net, rows, self.tokenizer, 32))
 
 
 class OwnText(Bench):

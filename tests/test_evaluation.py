@@ -26,6 +26,7 @@ from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.evaluate import evaluate, run
 from headprune.evaluation.loaded import load
 from headprune.evaluation.metrics import Samples, rank_correlation, similarity_correlation
+from headprune.evaluation.quality import Pass
 from headprune.evaluation.report import Metric, Report
 from headprune.evaluation.speed import measure
 from headprune.model.attention import attention_of
@@ -44,7 +45,7 @@ def sequences_of(path, seq_len=16, count=7):
 
 def test_causal_losses_are_those_of_the_model(text_file):
     model, rows = tiny.model("llama-gqa"), sequences_of(text_file)
-    losses = quality.causal_losses(model, rows, tiny.tokenizer(), batch_size=3)
+    losses = quality.causal_losses(Pass(model, rows, tiny.tokenizer(), batch_size=3))
     ids = torch.tensor(rows["input_ids"])
     with torch.no_grad():
         wanted = [float(model(row[None], labels=row[None]).loss) * 15 for row in ids]
@@ -61,7 +62,7 @@ def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path
     path.write_text("".join(json.dumps({"text": tiny.text(4, s)}) + "\n" for s in range(40)))
     rows = sequences_of(path)
     assert tokenizer.eos_token_id in rows[0]["input_ids"][1:]
-    losses = quality.causal_losses(tiny.model("llama-gqa"), rows, tokenizer, batch_size=3)
+    losses = quality.causal_losses(Pass(tiny.model("llama-gqa"), rows, tokenizer, batch_size=3))
     for row, size in zip(rows["input_ids"], losses.utf8_bytes, strict=True):
         words = [word for word in pairwise(tokenizer.decode(row).split()) if word[1] != "</s>"]
         # no space stands before a document
@@ -69,7 +70,7 @@ def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path
     path = tmp_path / "text.txt"
     path.write_text("w1 unheard words öf " + tiny.text(40))
     rows = sequences_of(path, count=1)
-    losses = quality.causal_losses(tiny.model("llama-gqa"), rows, tokenizer, batch_size=1)
+    losses = quality.causal_losses(Pass(tiny.model("llama-gqa"), rows, tokenizer, batch_size=1))
     assert tokenizer.unk_token_id in rows[0]["input_ids"][1:]  # it stands for text
     words = path.read_text().split()[1:16]
     assert losses.utf8_bytes[0] == sum(len(f" {word}".encode()) for word in words)
@@ -81,8 +82,8 @@ def test_losses_do_not_depend_on_batch_size(case, text_file):
 
     def nll(size, seed=0):
         if case == "llama-gqa":
-            return quality.causal_losses(model, rows, tokenizer, size).nll_nats
-        return quality.masked_losses(model, rows, tokenizer, size, seed).nll_nats
+            return quality.causal_losses(Pass(model, rows, tokenizer, size)).nll_nats
+        return quality.masked_losses(Pass(model, rows, tokenizer, size, seed=seed)).nll_nats
 
     np.testing.assert_allclose(nll(1), nll(7), rtol=1e-5)
     np.testing.assert_allclose(nll(2), nll(3), rtol=1e-5)
@@ -109,14 +110,14 @@ def test_embeddings_ignore_padding():
     model, tokenizer = tiny.model("bert-base"), tiny.tokenizer()
     texts = [tiny.text(n, seed=n) for n in (3, 12, 7)]
     rows = Dataset.from_dict(dict(tokenizer(texts)))
-    together = quality.embeddings(model, rows, tokenizer, batch_size=3)
-    alone = quality.embeddings(model, rows, tokenizer, batch_size=1)
+    together = quality.embeddings(Pass(model, rows, tokenizer, batch_size=3))
+    alone = quality.embeddings(Pass(model, rows, tokenizer, batch_size=1))
     np.testing.assert_allclose(together, alone, atol=1e-5)
     with torch.no_grad():
         states = model(**tokenizer(texts[0], return_tensors="pt")).last_hidden_state[0].mean(0)
     np.testing.assert_allclose(together[0], (states / states.norm()).numpy(), atol=1e-5)
     seen = rows.map(lambda row: {"attention_mask": [1] * 12, "input_ids": pad(row["input_ids"])})
-    padded = quality.embeddings(model, seen, tokenizer, batch_size=3)
+    padded = quality.embeddings(Pass(model, seen, tokenizer, batch_size=3))
     assert np.abs(padded[0] - alone[0]).max() > 1e-3  # had the padding counted, it would show
 
 
@@ -136,9 +137,9 @@ def test_decoders_without_a_padding_token_are_padded_too(pad_id):
     with torch.no_grad():
         wanted = [int(model(torch.tensor([ids])).logits.argmax()) for ids in rows["input_ids"]]
     assert len(set(wanted)) > 1
-    assert quality.predictions(model, rows, tokenizer, batch_size=5).tolist() == wanted
+    assert quality.logits(Pass(model, rows, tokenizer, batch_size=5)).argmax(1).tolist() == wanted
     alone, together = (
-        quality.embeddings(model.transformer, rows, tokenizer, batch_size=n) for n in (1, 5)
+        quality.embeddings(Pass(model.transformer, rows, tokenizer, batch_size=n)) for n in (1, 5)
     )
     np.testing.assert_allclose(together, alone, atol=1e-5)
 
@@ -155,14 +156,14 @@ def test_damaged_rows_and_empty_texts_are_named():
         broken.model.norm.weight[0] = math.nan
     windows = Dataset.from_dict({"input_ids": [[5, 6, 7]]})
     with pytest.raises(DataError, match="loss of window 0 is not finite"):
-        quality.causal_losses(broken, windows, tokenizer, 4)
+        quality.causal_losses(Pass(broken, windows, tokenizer, 4))
     with pytest.raises(DataError, match="output for row 1 is not finite"):
-        quality.predictions(classifier, rows, tokenizer, 2)
+        quality.logits(Pass(classifier, rows, tokenizer, 2))
     with pytest.raises(DataError, match="embedding of row 1 is not finite"):
-        quality.embeddings(encoder, rows, tokenizer, 2)
+        quality.embeddings(Pass(encoder, rows, tokenizer, 2))
     rows = Dataset.from_dict(dict(tokenizer(["w1 w2", "w3", ""])))
     with pytest.raises(DataError, match="Row 2 .* has no tokens"):
-        quality.embeddings(tiny.model("bert-base"), rows, tokenizer, 2)
+        quality.embeddings(Pass(tiny.model("bert-base"), rows, tokenizer, 2))
     with pytest.raises(DataError, match="mean cosine is nan on 4 examples"):
         Metric.of("mean_cosine", math.nan, 4)
 

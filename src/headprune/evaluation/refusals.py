@@ -17,9 +17,10 @@ from headprune.data.read import Examples
 from headprune.data.tokens import around
 from headprune.errors import CheckpointError, DataError, HeadpruneError
 from headprune.evaluation.tagged import refuse_missing_seqeval
+from headprune.evaluation.task_table import TASKS, are_pairs
 from headprune.formats.format import is_exported, read_export
 from headprune.model.embedding import refuse_other_similarity
-from headprune.model.loading import CLASSIFIERS, UNMEASURED, class_ids, task_of
+from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 
 _FOR_ENGINES = ("gguf", "vllm", "onnx", "openvino")
 _MADE_FROM = "--against takes the model that this one was made from"
@@ -65,7 +66,7 @@ def refuse_unfit(
             f"--metric {config.metrics[0]} is of written text, and a {kind} writes none. "
             "Leave it out; accuracy and F1 of classifiers are measured without it."
         )
-    if task in UNMEASURED:
+    if task not in TASKS:
         raise HeadpruneError(
             f"There is no metric for the head of a {kind} ({task}) here. "
             "Evaluate it with a script of its task, or evaluate the model below its head: put the "
@@ -86,11 +87,6 @@ def refuse_unfit(
         )
     if len(nets) == 2:
         _refuse_unlike(nets, names, examples)
-
-
-def are_pairs(examples: Examples | Images | Recordings) -> bool:
-    """Return whether the examples are scored pairs of sentences."""
-    return examples.labels is not None and examples.width == 2
 
 
 def _refuse_unlike(
