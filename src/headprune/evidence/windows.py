@@ -191,7 +191,7 @@ def slopes(
     batches: Iterable[Batch],
     window: tuple[int, int],
     block: int = BLOCK,
-) -> list[Float[Tensor, "blocks heads"]]:
+) -> list[Float[Tensor, "_blocks _heads"]]:
     """Return the slope of the loss by the share of full attention, at full attention.
 
     The loss is that of every example by itself, the mean over its tokens.
@@ -280,7 +280,7 @@ def windowed_outputs(
 
 
 def _shares(
-    slopes: Sequence[Float[Tensor, "blocks heads"]], attentions: Sequence[Attention], unit: Unit
+    slopes: Sequence[Float[Tensor, "_blocks _heads"]], attentions: Sequence[Attention], unit: Unit
 ) -> Float[Tensor, " units"]:
     """Return the sum over blocks of the squared slope of every unit, as a share of all."""
     squares = [
