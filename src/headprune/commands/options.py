@@ -75,6 +75,14 @@ Unit = Annotated[
     Literal["head", "kv-group", "query-slot"],
     option("Unit of removal. Default: head for MHA, kv-group for GQA."),
 ]
+Window = Annotated[
+    values.Count,
+    option("Latest tokens that a window shows. Default: 1,024, or a quarter of --context."),
+]
+Sinks = Annotated[values.NonNegativeInt, option("First tokens that a window shows.")]
+ContextTokens = Annotated[
+    values.Length, option("Tokens of a context. Default: 8,192, or the model's positions.")
+]
 Engine = Literal["llama.cpp", "vllm", "onnx", "openvino", "anywhere"]
 Engines = Annotated[
     Engine | Sequence[Engine],

@@ -127,7 +127,7 @@ class WindowConfig(Settings):
     Attributes:
         window: Latest tokens that a head sees; None for 1,024, or a quarter of the context.
         sinks: First tokens that it sees.
-        context: Tokens the model is used with; None for 8,192, or its positions.
+        context_tokens: Tokens the model is used with; None for 8,192, or its positions.
         unit: "kv-group" or "layer".
         calibration_tokens: Tokens of text, and about as many of prompts made from it.
         seq_len: Tokens per sequence, at most; None for four windows.
@@ -135,7 +135,7 @@ class WindowConfig(Settings):
 
     window: Count | None = None
     sinks: NonNegativeInt = 4
-    context: Length | None = None
+    context_tokens: Length | None = None
     unit: Unit = Unit.KV_GROUP
     calibration_tokens: Tokens = 8_192
     seq_len: Length | None = None

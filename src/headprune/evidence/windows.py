@@ -31,7 +31,7 @@ from headprune.context import Context
 from headprune.data.batches import calibration
 from headprune.data.far import far_rows
 from headprune.data.read import digest_of_data
-from headprune.data.text import Sequences
+from headprune.data.text import SHIPPED, Sequences
 from headprune.data.tokens import around
 from headprune.errors import DataError, PlanError
 from headprune.evidence.losses import example_losses
@@ -55,7 +55,6 @@ FAR = 1.0  # weight of far answers beside text
 _WINDOW, _CONTEXT = 1_024, 8_192  # at most, where none is given
 _SEQUENCE = 4  # windows in a sequence
 _LEAST_CHUNK = 128  # queries that attend together
-_SHIPPED = Path(__file__).parents[1] / "data" / "mixed"
 
 
 def window_scores(
@@ -77,7 +76,7 @@ def window_scores(
         PlanError: If no module can have a window, or the window is no smaller than the context.
         DataError: If there is too little text, or a number is not finite.
     """
-    net, source = model.net, data or DataConfig(source=str(_SHIPPED))
+    net, source = model.net, data or DataConfig(source=str(SHIPPED))
     attentions, window = candidates(net), window_of(net, model.tokenizer, config)
     text = _text(model, config, window, source)
     batches = text.batches()
@@ -146,8 +145,8 @@ def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Win
         PlanError: If it is no smaller than the context.
     """
     most = most_tokens(net, tokenizer) or _CONTEXT
-    context = config.context or min(_CONTEXT, most)
-    if config.context is not None and config.context > most:
+    context = config.context_tokens or min(_CONTEXT, most)
+    if config.context_tokens is not None and config.context_tokens > most:
         raise PlanError(f"--context {context:,}: model and tokenizer take {most:,} at most.")
     size = config.window or max(1, min(_WINDOW, context // 4))
     if size + config.sinks >= context:

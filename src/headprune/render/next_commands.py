@@ -36,8 +36,10 @@ def after_gates(run: GatesRun, model: str, given: Given) -> str:
     return _line("prune", [model, _free(run.output)], options, given)
 
 
-def after_scores(scores: Scores, output: Path, model: str, given: Given) -> str:
-    """Return a cut by scores."""
+def after_scores(scores: Scores, output: Path, model: str, given: Given) -> str | None:
+    """Return a cut by scores; None for those of windows."""
+    if scores.metadata.window is not None:
+        return None
     names, (refit, settings) = list(scores.scores), _as_scored(scores.metadata)
     options = {
         "scores": output,

@@ -233,7 +233,7 @@ def scores_json(scores: Scores) -> str:
     return json.dumps(content, indent=2)
 
 
-def scores(console: Console, scores: Scores, output: Path, next_command: str) -> None:
+def scores(console: Console, scores: Scores, output: Path, next_command: str | None) -> None:
     """Print scores and the next command."""
     heat_maps(console, scores)
     about = scores.metadata
@@ -241,7 +241,8 @@ def scores(console: Console, scores: Scores, output: Path, next_command: str) ->
         f"{sum(about.units)} units ({about.unit.value}) of {len(about.modules)} attention modules, "
         f"{about.tokens:,} tokens. Written to {output}."
     )
-    show(console, [Paragraph(words), Code(next_command, title="Next")])
+    following = [] if next_command is None else [Code(next_command, title="Next")]
+    show(console, [Paragraph(words), *following])
 
 
 def heat_maps(console: Console, scores: Scores) -> None:
@@ -255,7 +256,8 @@ def heat_maps(console: Console, scores: Scores) -> None:
         title = f"{name}  {scores.metadata.criteria[name]}"
         columns = ("attention module", scores.metadata.unit.value)
         page.append(Table(columns, rows, title, names=2, modules=True))
-    show(console, [*page, Paragraph(f"{SHADES[0]} would go first, {SHADES[-1]} last")])
+    becomes = "go" if scores.metadata.window is None else "get a window"
+    show(console, [*page, Paragraph(f"{SHADES[0]} would {becomes} first, {SHADES[-1]} last")])
 
 
 def _by_module(scores: Scores, values: torch.Tensor) -> Sequence[tuple[str, list[float]]]:

@@ -1,0 +1,131 @@
+"""Scores of windows: the slope of the loss by the share of full attention."""
+
+import pytest
+import torch
+
+import headprune
+from headprune.config import DataConfig, ScoreConfig, WindowConfig
+from headprune.data.far import far_rows
+from headprune.errors import HeadpruneError, PlanError
+from headprune.evidence.losses import example_losses
+from headprune.evidence.windows import CRITERION, candidates, slopes, window_scores
+from headprune.model.gating import frozen
+from headprune.model.open import open_model
+from headprune.model.windows import attending
+from headprune.tensors.units import Unit, members
+from tests import tiny
+
+WINDOW = (8, 3)
+LENGTH = 40
+
+
+def batch(rows=3, padding=0, seed=0):
+    """Random tokens; the first rows are padded on the left."""
+    ids = torch.randint(5, 60, (rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(ids)
+    for row in range(rows - 1):
+        mask[row, : padding * (row + 1)] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids, "use_cache": False}
+
+
+def by_mixture(net, batch, window=WINDOW):
+    """The same slopes by autograd of a mixture of both outputs, shape (examples, heads) each."""
+    attentions = candidates(net)
+    shares = {
+        a.module: torch.ones(len(batch["input_ids"]), a.query_heads, requires_grad=True)
+        for a in attentions
+    }
+
+    def mixed(call):
+        share = shares[call.module][:, None, :, None].to(call.query.dtype)
+        narrow = call.masked(range(call.key.shape[1]), window)
+        return share * call.outputs(call.mask) + (1 - share) * narrow
+
+    with frozen(net), attending(attentions, mixed):
+        example_losses(net, "causal-lm", batch).sum().backward()
+    return [shares[a.module].grad for a in attentions]
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("case", tiny.present("llama-gqa", "gpt2", "qwen3", "gpt_neox"))
+def test_slopes_are_those_of_a_mixture(case, padding, attn):
+    net, rows = tiny.model(case, attn=attn), batch(padding=padding)
+    ours = slopes(net, candidates(net), [rows], WINDOW, LENGTH)
+    for ours_of, wanted in zip(ours, by_mixture(net, rows), strict=True):
+        torch.testing.assert_close(ours_of, wanted, rtol=1e-4, atol=1e-6)
+    wrong = by_mixture(net, rows, (WINDOW[0] + 1, WINDOW[1]))
+    assert not torch.allclose(ours[0], wrong[0], rtol=1e-2, atol=1e-5)
+    without = by_mixture(net, rows, (WINDOW[0] + WINDOW[1], 0))
+    assert not torch.allclose(ours[0], without[0], rtol=1e-2, atol=1e-5)
+
+
+def test_slopes_do_not_depend_on_the_batch_and_blocks_sum():
+    net, rows = tiny.model("llama-gqa"), batch()
+    attentions = candidates(net)
+    alone = [
+        {n: v[i : i + 1] if n != "use_cache" else v for n, v in rows.items()} for i in (0, 1, 2)
+    ]
+    whole = slopes(net, attentions, [rows], WINDOW, LENGTH)
+    apart = slopes(net, attentions, alone, WINDOW, LENGTH)
+    by_token = slopes(net, attentions, [rows], WINDOW, 1)
+    for one, other, tokens in zip(whole, apart, by_token, strict=True):
+        torch.testing.assert_close(one, other)
+        summed = tokens.view(3, LENGTH - sum(WINDOW), -1).sum(1)
+        torch.testing.assert_close(one, summed)
+        assert not torch.allclose(one, summed.flip(0))
+
+
+def test_a_model_in_bfloat16_has_about_the_same_slopes():
+    net = tiny.model("llama-gqa")
+    exact = slopes(net, candidates(net), [batch(8)], WINDOW, LENGTH)
+    half = slopes(net.to(torch.bfloat16), candidates(net), [batch(8)], WINDOW, LENGTH)
+    one, other = torch.cat([e.flatten() for e in exact]), torch.cat([h.flatten() for h in half])
+    assert torch.corrcoef(torch.stack([one, other]))[0, 1] > 0.99
+    assert torch.corrcoef(torch.stack([one, other.roll(1)]))[0, 1] < 0.9
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("windows")
+    tiny.save(tiny.model("llama-gqa"), folder / "model")
+    (folder / "text.txt").write_text(tiny.text(4000))
+    return folder
+
+
+def scored(place, **settings):
+    config = WindowConfig(window=8, sinks=3, calibration_tokens=256, **settings)
+    return window_scores(
+        open_model(place / "model"), config, DataConfig(source=str(place / "text.txt"))
+    )
+
+
+def test_units_sum_signed_slopes(place):
+    """A layer whose heads' slopes cancel loses nothing, whatever its heads lose alone."""
+    heads, layers = scored(place), scored(place, unit="layer")
+    assert heads.metadata.units == [3] * 4
+    assert layers.metadata.units == [1] * 4
+    assert heads.metadata.window == layers.metadata.window
+    assert members(Unit.LAYER, (2, 2, 2)) == [[0, 1, 2, 3, 4, 5]]
+    assert members(Unit.LAYER, ()) == []
+    one, summed = layers.scores[CRITERION], heads.scores[CRITERION].view(4, 3).sum(1)
+    assert not torch.allclose(one, summed / summed.sum(), rtol=1e-2)
+
+
+def test_layers_that_come_and_go_score_alike(place):
+    found = {
+        placement: headprune.score(
+            place / "model",
+            place / f"scores-{placement}",
+            form="window",
+            data=place / "text.txt",
+            calibration_tokens=256,
+            placement=placement,
+        ).scores[CRITERION]
+        for placement in ("whole", "layers")
+    }
+    torch.testing.assert_close(found["whole"], found["layers"])
+
+
+def test_modules_that_have_windows_are_left_out():
+    net = tiny.model(next(iter(tiny.present("qwen2-sliding"))))
