@@ -75,14 +75,6 @@ Unit = Annotated[
     Literal["head", "kv-group", "query-slot"],
     option("Unit of removal. Default: head for MHA, kv-group for GQA."),
 ]
-Window = Annotated[
-    values.Count,
-    option("Latest tokens that a window shows. Default: 1,024, or a quarter of --context."),
-]
-Sinks = Annotated[values.NonNegativeInt, option("First tokens that a window shows.")]
-ContextTokens = Annotated[
-    values.Length, option("Tokens of a context. Default: 8,192, or the model's positions.")
-]
 Engine = Literal["llama.cpp", "vllm", "onnx", "openvino", "anywhere"]
 Engines = Annotated[
     Engine | Sequence[Engine],
@@ -90,6 +82,18 @@ Engines = Annotated[
     option("Engine of the result (repeatable). anywhere: a plain config."),
 ]
 HealSteps = Annotated[values.Steps, option("Then train to match the original, for N steps.")]
+
+# ---- windows
+Window = Annotated[
+    values.Count,
+    option(
+        "Latest tokens that a head with a window sees. Default: 1024, or a quarter of --context."
+    ),
+]
+Sinks = Annotated[values.NonNegativeInt, option("First tokens that it sees, too.")]
+ContextTokens = Annotated[
+    values.Length, option("Tokens the model is used with. Default: 8192, or its positions.")
+]
 
 # ---- training
 Steps = Annotated[values.Steps, option("Optimiser steps.")]

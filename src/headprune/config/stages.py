@@ -150,6 +150,32 @@ class WindowConfig(Settings):
         return self
 
 
+class SwaConfig(WindowConfig):
+    """A window for KV heads, and how many keep the whole past.
+
+    Attributes:
+        keep_full: Share or number of the units that keep it.
+        max_kv_bytes: Instead, bytes of the cache of one sequence of ``context_tokens`` tokens.
+    """
+
+    keep_full: FractionOrCount | None = None
+    max_kv_bytes: NonNegativeInt | None = None
+    out_dtype: Dtype = Dtype.AUTO
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> SwaConfig:
+        if self.max_kv_bytes is not None and self.context_tokens is None:
+            raise ValueError("--max-kv-bytes is of a context: give --context, its tokens")
+        if self.max_kv_bytes is not None and self.keep_full is not None:
+            raise ValueError("give --keep-full or --max-kv-bytes")
+        return self
+
+    @property
+    def kept(self) -> float | int | None:
+        """The share or number; half where no budget is given."""
+        return 0.5 if self.keep_full is None and self.max_kv_bytes is None else self.keep_full
+
+
 class PlanConfig(Settings):
     """Budget and layout of a plan.
 

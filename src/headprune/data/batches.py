@@ -43,6 +43,7 @@ from headprune.data.sequences import (
 from headprune.data.text import MOST_HELD_OUT, Collate, Text, cut, lengths, longest_of, rows_of
 from headprune.data.tokens import around, refuse_beyond
 from headprune.errors import DataError, HeadpruneWarning
+from headprune.model.attention import attention_of
 from headprune.model.batch import (
     Batch,
     SpeechProcessor,
@@ -107,7 +108,8 @@ def batches(
         of_step = config.batch_size or _EXAMPLES * processes.count()
         return Batches(*read(objective, net, tokenizer, data, need), of_step)
     most = most_tokens(net, tokenizer, ["encoder"]) or STEP_TOKENS
-    asked = config.seq_len or min(most, STEP_TOKENS)
+    edge = max((sum(a.window) for a in attention_of(net) if a.window is not None), default=0)
+    asked = config.seq_len or min(most, max(STEP_TOKENS, 2 * edge))
     seq_len = usable_length(net, tokenizer, asked, ["encoder"])
     vocabulary = vocabulary_of(net)
     refuse_without_padding(net, task)
@@ -133,6 +135,11 @@ def batches(
         if config.seq_len is None and len(rows) < _MIN_SEQUENCES:
             seq_len = max(8, seq_len * len(rows) // _MIN_SEQUENCES)
             rows, documents = windows_of(seq_len)
+        if edge >= seq_len:
+            raise DataError(
+                f"Heads of the model see a window, and sequences of {seq_len:,} tokens end before "
+                f"anything is lost to them: {edge:,} tokens. Give more text, or a larger --seq-len."
+            )
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)
         prefix = len(around(tokenizer).before)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from headprune.errors import CheckpointError
+from headprune.errors import CheckpointError, PlanError
 from headprune.io.shards import Piece
 from headprune.model.attention import attention_of
 from headprune.model.loading import (
@@ -94,7 +94,8 @@ def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
     """Read the facts of a model, and no weights.
 
     Raises:
-        HeadpruneError: If it is no model folder, of no supported family, or quantised.
+        HeadpruneError: If it is no model folder, of no supported family, quantised, or if heads
+            of it have windows.
     """
     config = load_config(folder, trust_remote_code=trust_remote_code)
     refuse_quantised(folder, config)
@@ -104,6 +105,12 @@ def open_source(folder: Path, trust_remote_code: bool = False) -> ExportSource:
         as_stored, _ = assemble(folder, copy.deepcopy(config), tensors, weights=None, **how)
         believe_tensors(as_stored, config)
     net = built(config)
+    if any(attention.window_heads for attention in attention_of(net)):
+        raise PlanError(
+            f"'{folder}' has KV heads with windows, and sinks before them: transformers runs them, "
+            "by the code beside the weights, and no other engine does. Export the model that it "
+            "was made from."
+        )
     return ExportSource(folder, config, net, _weights(folder, net), trust_remote_code)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -56,10 +56,13 @@ class KVCache:
         per_token: Numbers per token by module path: mostly 2 * kv_heads * head_dim; of a layer
             without heads a K and a V of one number.
         windows: The most tokens that a module keeps, where there is a bound.
+        near: Of modules with window heads, their numbers per token among these, and the most tokens
+            that they keep.
     """
 
     per_token: Mapping[str, int]
     windows: Mapping[str, int]
+    near: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> KVCache:
@@ -75,7 +78,7 @@ class KVCache:
             for number, layer in enumerate(cache.layers)
             if getattr(layer, "sliding_window", 0) > 1
         }
-        family, per_token, windows = family_of(model.config), {}, {}
+        family, per_token, windows, near = family_of(model.config), {}, {}, {}
         repeats = family.caches_query_heads and getattr(model.config, family.caches_query_heads)
         for attention in (a for a in attention_of(model) if a.kind in CACHED):
             module = attention.module
@@ -83,7 +86,10 @@ class KVCache:
             per_token[attention.path] = _per_token(attention, family.cached_width, bool(repeats))
             if layer in lasting:
                 windows[attention.path] = lasting[layer]
-        return cls(per_token, windows)
+            if attention.window is not None:
+                each = attention.window_heads * kv_width(attention)
+                near[attention.path] = each, sum(attention.window)
+        return cls(per_token, windows, near)
 
     def kept(self, path: str, context: int) -> int:
         """Return how many tokens of a context a module keeps; 0 for one that caches none."""
@@ -91,7 +97,8 @@ class KVCache:
 
     def elements(self, context: int) -> int:
         """Return the cached numbers of a context."""
-        return sum(each * self.kept(path, context) for path, each in self.per_token.items())
+        whole = sum(each * self.kept(path, context) for path, each in self.per_token.items())
+        return whole - sum(each * max(0, context - most) for each, most in self.near.values())
 
 
 def stated_context(*models: PreTrainedModel) -> int:
@@ -99,7 +106,8 @@ def stated_context(*models: PreTrainedModel) -> int:
 
     Fewer where a model has fewer positions.
     """
-    if not any(KVCache.of(model).windows for model in models):
+    caches = [KVCache.of(model) for model in models]
+    if not any(cache.windows or cache.near for cache in caches):
         return 1
     return min([CONTEXT, *filter(None, map(most_tokens, models))])
 
@@ -167,7 +175,7 @@ def longest_context(model: PreTrainedModel, memory: int) -> int | None:
     cache, most = KVCache.of(model), sys.maxsize
     if not cache.per_token:
         return None
-    if cache.windows:
+    if cache.windows or cache.near:
         most = most_tokens(model) or most
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     room = (memory - weights) // model.dtype.itemsize

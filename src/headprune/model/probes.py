@@ -36,6 +36,7 @@ _CHUNKS = (4, 1, 1)
 _ROWS = 64  # of one call of a module
 _LENGTH = 24  # of a text
 _BEYOND = 8  # positions after the last that a window or a rotary embedding tells apart
+_PADDING = 12  # tokens on the left of the second text beyond a window of heads
 _WORK = 4e12  # parameters times positions of the long text, at most: half a minute of a few cores
 _WINDOWS = ("sliding_window", "local_attention", "window_size", "attention_chunk_size")
 _LONG, _IMAGE = "long_text", "image."
@@ -96,7 +97,10 @@ def probe_inputs(model: PreTrainedModel, seed: int = PROBE_SEED) -> dict[str, Te
 
 
 def proof_inputs(
-    model: PreTrainedModel, seed: int = PROBE_SEED, positions: int | None = None
+    model: PreTrainedModel,
+    seed: int = PROBE_SEED,
+    positions: int | None = None,
+    window: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
     """Return probe inputs, a text beyond windows and the like, and an image with a text.
 
@@ -104,14 +108,19 @@ def proof_inputs(
         model: The model.
         seed: Seed of the inputs.
         positions: Length of the long text, 0 for none; None for the length that the model needs.
+        window: Size and sinks of heads with a window. Two texts then go beyond it: one as it is
+            read, one, padded on the left, as it is decoded.
     """
     inputs, generator = probe_inputs(model, seed), torch.Generator().manual_seed(seed + 1)
     if "input_ids" not in inputs or task_of(model) == "multiple-choice":
         return inputs
     length = _reached(model) if positions is None else positions
+    if window is not None:
+        length = max(length, sum(window) + 2 * _BEYOND)
     if length:
-        first = inputs["input_ids"][:1]
-        picked = torch.randint(0, first.shape[1], (1, length), generator=generator)
+        rows = 1 if window is None else 2
+        first = inputs["input_ids"][:1].expand(rows, -1)
+        picked = torch.randint(0, first.shape[1], (rows, length), generator=generator)
         inputs[_LONG] = first.gather(1, picked)
     return inputs | _with_image(model, inputs, generator)
 
@@ -318,10 +327,20 @@ def _beyond(model: PreTrainedModel, long: Tensor, inputs: dict[str, Tensor]) -> 
     if task_of(model) != "causal-lm":
         outputs = [_last(model(input_ids=long, **target)[0])]
     else:
+        # a window of heads is also crossed while tokens come one by one, and by several at once
+        chunks = [1] * _DECODED + [_BEYOND] * (len(long) - 1)
+        mask = torch.ones_like(long)
+        mask[1:, :_PADDING] = 0
+        places = (mask.cumsum(1) - 1).clamp(min=0)
         result, outputs = None, []
-        for piece in (long[:, :-_DECODED], *long[:, -_DECODED:].split(1, 1)):
+        for start, end in pairwise(accumulate([long.shape[1] - sum(chunks), *chunks], initial=0)):
+            own = dict[str, Tensor]()
+            if len(long) > 1:
+                own["attention_mask"] = mask[:, :end]
+                own |= {"position_ids": places[:, start:end]} if "position_ids" in takes else {}
             cache = None if result is None else result.past_key_values
-            result = model(input_ids=piece, past_key_values=cache, use_cache=True, **fewer)
+            piece = long[:, start:end]
+            result = model(input_ids=piece, past_key_values=cache, use_cache=True, **fewer, **own)
             outputs.append(_last(result.logits))
     # some rotary embeddings stay stretched until a short text comes
     model(input_ids=long[:, :_DECODED], **target)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from headprune.model.windows import refuse_windows
 from headprune.runtime.modeling_headprune import REPEATING, Attention, LayerConfig, stock_class
 from headprune.tensors.rotary import RotaryPairs, Rotation
 
@@ -140,7 +141,12 @@ class AttentionRecorder:
 
     @contextmanager
     def recording(self, attentions: Sequence[Attention]) -> Iterator[None]:
-        """Make modules call it in a ``with`` block."""
+        """Make modules call it in a ``with`` block.
+
+        Raises:
+            PlanError: If heads have windows, which it would leave out.
+        """
+        refuse_windows(attentions)
         modules: list[Any] = [attention.module for attention in attentions]
         before = [getattr(module, "config", None) for module in modules]
         for module, config in zip(modules, before, strict=True):

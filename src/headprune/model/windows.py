@@ -93,7 +93,8 @@ class AttentionCall:
         (size, sinks), length, new = window, self.key.shape[2], self.query.shape[2]
         i = torch.arange(length - new, length, device=self.key.device)[:, None]
         j = torch.arange(length, device=self.key.device)
-        every = (j <= i)[None, None] if self.mask is None else seen_by(self.mask)
+        causal = j <= i if getattr(self.module, "is_causal", True) else j >= 0 * i
+        every = causal[None, None] if self.mask is None else seen_by(self.mask)
         first = first_seen(self.mask, self.query)
         return every, every & ((i - j < size) | (j < first + sinks))
 
@@ -110,6 +111,7 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
         PlanError: If a module ran and did not call transformers' attention function, or has
             windows already.
     """
+    refuse_windows(attentions)
     modules: list[Any] = [attention.module for attention in attentions]
     before = [getattr(module, "config", None) for module in modules]
     called, ran = set[Any](), set[Any]()
@@ -121,8 +123,6 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
     handles = []
     for attention, config in zip(attentions, before, strict=True):
         module: Any = attention.module
-        if attention.window_heads:
-            raise PlanError(f"'{attention.path}' has windows already. Give the model without them.")
         own = dict(vars(config)) if isinstance(config, LayerConfig) else {}
         own.pop("shared", None)
         own |= {"_attn_implementation": _ATTENDED, "headprune_attend": called_by}
@@ -140,6 +140,20 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
         for module, config, handle in zip(modules, before, handles, strict=False):
             module.config = config
             handle.remove()
+
+
+def refuse_windows(attentions: Sequence[Attention]) -> None:
+    """Refuse modules with window heads.
+
+    Raises:
+        PlanError: Naming the first.
+    """
+    for attention in attentions:
+        if attention.window_heads:
+            raise PlanError(
+                f"'{attention.path}' has windows already: convert-swa comes last. Give the model "
+                "without them."
+            )
 
 
 @contextmanager

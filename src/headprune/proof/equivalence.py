@@ -6,6 +6,9 @@ its differences would show nothing.
 
 Outputs of every W_O are compared as well, relative to their largest value. Every cut module has a
 control of its own: a wrong cut of small weights moves the logits by less than rounding.
+
+Heads with a window have a mask per head in the gated original. They have three controls: a window
+that is shorter by one token, no sinks, and forms that are shifted by one head.
 """
 
 from __future__ import annotations
@@ -34,9 +37,10 @@ from headprune.model.probes import (
     unreached,
 )
 from headprune.model.stored import StoredDtypes
+from headprune.model.windows import Narrowed, windowed
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.proofs import PROBE_SEED, Proof, Sample, StoredOutput
-from headprune.surgery.cut import Cut, fold_gates, uncut
+from headprune.surgery.cut import Cut, fold_gates, narrowed, uncut, window_of
 from headprune.tensors.dtypes import dtype_name
 
 Named = Mapping[str, Tensor]
@@ -63,7 +67,7 @@ def probe_gated(
 ) -> Outputs:
     """Probes a model with the gates that a cut will make permanent; with controls of modules."""
     attentions, gates = [cut.attention for cut in cuts], fixed([cut.gate() for cut in cuts])
-    with _controlled(cuts) as controls, gated(attentions, gates):
+    with _controlled(cuts) as controls, windowed(narrowed(cuts)), gated(attentions, gates):
         outputs = probe(model, inputs, decoded)
     # zero outputs with right and wrong gates hide nothing: anything else is a difference
     outputs.controls = {c.path: c.share for c in controls if c.largest or not c.calls}
@@ -151,8 +155,38 @@ def probe_control(
         wrong = [gate * (torch.arange(len(gate)) > 0) for gate in gates]
     if _same(gates, wrong):
         return None
-    with gated([cut.attention for cut in cuts], fixed(wrong)):
+    attentions = [cut.attention for cut in cuts]
+    with windowed(narrowed(cuts)), gated(attentions, fixed(wrong)):
         return probe(model, inputs, decoded=False)
+
+
+def probe_windows(
+    model: PreTrainedModel, cuts: Sequence[Cut], inputs: dict[str, Tensor], wanted: Outputs
+) -> dict[str, float]:
+    """Return how far wrong windows move a model, or a module in it; empty without windows."""
+    right = narrowed(cuts)
+    if not right:
+        return {}
+    size, sinks = right[0].window
+    wrong = {
+        "window shorter by one": [replace(each, window=(size - 1, sinks)) for each in right],
+        "no sinks": [replace(each, window=(size, 0)) for each in right],
+        "forms shifted by one head": [_shifted(each) for each in right],
+    }
+    controls, attentions = dict[str, float](), [cut.attention for cut in cuts]
+    for name, each in wrong.items():
+        if each == right or (name == "window shorter by one" and size == 1):
+            continue
+        with windowed(each), gated(attentions, fixed([cut.gate() for cut in cuts])):
+            outputs = probe(model, inputs)
+        modules = difference_by_module(wanted, outputs).values()
+        controls[name] = max(difference(wanted, outputs), *modules)
+    return controls
+
+
+def _shifted(each: Narrowed) -> Narrowed:
+    heads = each.attention.kv_heads
+    return replace(each, kv_positions=tuple(sorted((p + 1) % heads for p in each.kv_positions)))
 
 
 def _same(gates: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -191,7 +225,8 @@ def probe_rounding(
             gate = cut.gate().to(model.dtype)
             bits = torch.randint(-1, 2, gate.shape, generator=generator)
             gates.append(gate * (1 + eps * bits))
-        with gated([cut.attention for cut in cuts], fixed(gates)):
+        attentions = [cut.attention for cut in cuts]
+        with windowed(narrowed(cuts)), gated(attentions, fixed(gates)):
             draws.append(probe(model, inputs, decoded))
     modules = [difference_by_module(wanted, draw) for draw in draws]
     return Rounding(
@@ -312,6 +347,7 @@ class Expectation:
         dtype: Element type that the original ran in.
         cast: The cost of rounding the weights to their stored type before that.
         unreached: Parts of the model that the inputs do not reach, in words.
+        windows: How far wrong windows move the model, by what is wrong.
     """
 
     inputs: dict[str, Tensor]
@@ -321,6 +357,7 @@ class Expectation:
     dtype: torch.dtype
     cast: float = 0.0
     unreached: tuple[str, ...] = ()
+    windows: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tolerance(self) -> float:
@@ -342,6 +379,12 @@ class Expectation:
                 return (
                     f"at '{path}' a wrong cut would change what W_O gives by {control:.1e} of its "
                     f"largest value, and rounding explains {self.tolerance_at(path):.1e}"
+                )
+        for wrong, control in self.windows.items():
+            if control < CONCLUSIVE * self.tolerance:
+                return (
+                    f"wrong windows ({wrong}) would change what the model or a module gives by "
+                    f"{control:.1e} of its largest value, and rounding explains {self.tolerance:.1e}"
                 )
         amplified = AMPLIFICATION * self.rounding.outputs * rounding_factor
         if self.control is None or not amplified > TOLERANCE[self.dtype]:
@@ -396,12 +439,19 @@ def expect(
         inputs: Probe inputs; None to make them.
         decoded: Whether a language model is also decoded from: 31 passes instead of 4.
     """
-    inputs = inputs or proof_inputs(model)
+    inputs = inputs or proof_inputs(model, window=window_of(cuts))
     wanted = probe_gated(model, cuts, inputs, decoded)
     control = probe_control(model, cuts, inputs)
     rounding = probe_rounding(model, cuts, inputs, wanted, decoded)
-    left_out = unreached(model, inputs)
-    return Expectation(inputs, wanted, control, rounding, model.dtype, unreached=left_out)
+    return Expectation(
+        inputs,
+        wanted,
+        control,
+        rounding,
+        model.dtype,
+        unreached=unreached(model, inputs),
+        windows=probe_windows(model, cuts, inputs, wanted) if decoded else {},
+    )
 
 
 def expect_stored(
@@ -420,7 +470,7 @@ def expect_stored(
     Raises:
         ProofError: If a proof would show nothing.
     """
-    inputs = proof_inputs(to_float32(model))
+    inputs = proof_inputs(to_float32(model), window=window_of(cuts))
     exact = probe_gated(model, cuts, inputs) if stored.narrows(model) else None
     folded = fold_gates(cuts)
     changed = stored.round(model)
@@ -459,4 +509,5 @@ def conclude(expected: Expectation, reloaded: Outputs) -> Proof:
         cast=expected.cast,
         probes=tuple(wanted),
         unreached=expected.unreached,
+        windows=dict(expected.windows),
     )

@@ -22,7 +22,7 @@ from headprune.render.blocks import (
 from headprune.render.markdown import line_of_code
 from headprune.schemas.manifest import LineageStep, Manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape
-from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice
+from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice, Windowing
 from headprune.schemas.roles import RolesRecord
 
 _NATIVE = "Plain config: loads anywhere, without extra code."
@@ -57,6 +57,12 @@ def done(step: LineageStep) -> str:
         if work.sharpness > 1:
             text += f", scores on shared keys x {work.sharpness:g}"
         return f"{before} KV heads merged into {after} ({work.merge}, {work.grouping}{text})"
+    if isinstance(work, Windowing):
+        total = sum(len(heads.kv_heads) for heads in step.layout.values())
+        return (
+            f"{work.heads} of {total} KV heads see {work.window} only, chosen by "
+            f"{chosen_by(work.evidence)}"
+        )
     before, after = step.query_heads
     refit = f", W_O refitted on {short_name(step.refit.data)}" if step.refit is not None else ""
     share = percent(after, before)
@@ -99,6 +105,20 @@ def sizes(steps: Sequence[LineageStep]) -> Table:
     return before_after(size_rows(steps))
 
 
+def windows(manifest: Manifest) -> list[Block]:
+    """Return what windows save and lose; nothing without any."""
+    work = manifest.done
+    if not isinstance(work, Windowing):
+        return []
+    total = sum(len(heads.kv_heads) for heads in manifest.layout.values())
+    return [
+        Paragraph(
+            f"{work.heads} of {total} KV heads see {work.window}: facts between these are lost to "
+            "them, and their cache stops growing there."
+        )
+    ]
+
+
 def refit(manifest: Manifest) -> list[Block]:
     """Return the gain of the refit of W_O; nothing without one."""
     if manifest.refit is None:
@@ -128,9 +148,12 @@ def proof(manifest: Manifest) -> list[Block]:
         ]
         words = "every tensor holds slices of the original, to the bit; no outputs were compared."
         return [Paragraph(words, "verified"), Table(("", "count"), rows)]
-    original = {Healing: "healed model", Merging: "merged original"}.get(
-        type(manifest.done), "gated original"
-    )
+    originals = {
+        Healing: "healed model",
+        Merging: "merged original",
+        Windowing: "original with a mask per head",
+    }
+    original = originals.get(type(manifest.done), "gated original")
     rows = [
         (f"{original} - reloaded from disk", f"{measured.gated_vs_reloaded:.1e}"),
         ("gates moved by one bit: rounding alone", f"{measured.rounding:.1e}"),
@@ -138,6 +161,7 @@ def proof(manifest: Manifest) -> list[Block]:
     ]
     if measured.control is not None:
         rows.append(("negative control: one head misplaced", f"{measured.control:.1e}"))
+    rows += [(f"negative control: {name}", f"{gap:.1e}") for name, gap in measured.windows.items()]
     if measured.cast:
         rows.append((f"cost of writing {manifest.dtype}", f"{measured.cast:.1e}"))
     words = "outputs match; differences are relative to the largest output."

@@ -150,6 +150,12 @@ def _ways(planned: KvPlan) -> list[Block]:
     return [Table(columns, rows, names=2, modules=True), note]
 
 
+def windowed(console: Console, result: Pruned, given: Given = ({}, {})) -> None:
+    """Print the heads with a window, their loss in a sentence, and the proof."""
+    page: list[Block] = [*records.heads_drawn(result.plan), *records.windows(result.manifest)]
+    show(console, [*page, *written(result, given)])
+
+
 def healed(console: Console, result: Healed, given: Given = ({}, {})) -> None:
     """Print the gain of healing and the proof."""
     rows = [
@@ -233,7 +239,7 @@ def scores_json(scores: Scores) -> str:
     return json.dumps(content, indent=2)
 
 
-def scores(console: Console, scores: Scores, output: Path, next_command: str | None) -> None:
+def scores(console: Console, scores: Scores, output: Path, next_command: str) -> None:
     """Print scores and the next command."""
     heat_maps(console, scores)
     about = scores.metadata
@@ -241,8 +247,7 @@ def scores(console: Console, scores: Scores, output: Path, next_command: str | N
         f"{sum(about.units)} units ({about.unit.value}) of {len(about.modules)} attention modules, "
         f"{about.tokens:,} tokens. Written to {output}."
     )
-    following = [] if next_command is None else [Code(next_command, title="Next")]
-    show(console, [Paragraph(words), *following])
+    show(console, [Paragraph(words), Code(next_command, title="Next")])
 
 
 def heat_maps(console: Console, scores: Scores) -> None:

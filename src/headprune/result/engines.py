@@ -31,10 +31,13 @@ def _groups(heads: Heads) -> tuple[int, ...]:
     return (len(heads.query_heads) // count,) * count if count else ()
 
 
-def engines_of(net: PreTrainedModel, shapes: frozenset[str]) -> tuple[str, ...]:
-    """Return the engines of generated text that hold a result."""
-    if task_of(net) != "causal-lm":
+def engines_of(
+    net: PreTrainedModel, layout: Mapping[str, Heads], shape: Shape
+) -> tuple[str, ...]:
+    """Return the engines of generated text that hold a result; none hold windows of heads."""
+    if task_of(net) != "causal-lm" or any(heads.window_heads for heads in layout.values()):
         return ()
+    shapes = shapes_in(layout, shape)
     return tuple(name for one, name in _NAMES.items() if shapes <= TARGETS[one].holds(net))
 
 

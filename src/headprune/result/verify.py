@@ -39,7 +39,7 @@ from headprune.schemas.manifest import Manifest, contents, read_manifest
 from headprune.schemas.plan import Shape, read_plan
 from headprune.schemas.proofs import Proof, Sample
 from headprune.schemas.records import Healing
-from headprune.surgery.cut import fold_gates, resolve
+from headprune.surgery.cut import fold_gates, resolve, uncut, window_of
 
 Stage = Callable[[str], None]
 
@@ -174,7 +174,8 @@ def _compared(
     """Compare the outputs of a load route with the stored ones."""
     try:
         net = move_to_device(load())
-        inputs = probes.proof_inputs(net, stored.seed, stored.positions)
+        cuts = [uncut(attention) for attention in attention_of(net)]
+        inputs = probes.proof_inputs(net, stored.seed, stored.positions, window_of(cuts))
         outputs = probes.probe(net, inputs)
     except Exception as error:  # whatever a damaged model raises as it is built, or as it runs
         if devices.is_device_failure(error):
@@ -371,7 +372,7 @@ def _against(
     _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)
-    inputs = probes.proof_inputs(base, positions=positions)
+    inputs = probes.proof_inputs(base, positions=positions, window=window_of(cuts))
     expected = equivalence.expect(base, cuts, inputs)
     gap = equivalence.difference(expected.wanted, outputs)
     found = f"{gap:.1e} from its gated form, {expected.tolerance:.0e} allowed"

@@ -26,6 +26,7 @@ from headprune.io.folders import COMPANIONS, copy_companions, hashing
 from headprune.io.outputs import whole_folder
 from headprune.io.shards import Piece, write_shards
 from headprune.model import probes
+from headprune.model.attention import attention_of
 from headprune.model.cost import kv_heads_of
 from headprune.model.loading import auto_class_of, remote_code, uneven_heads_are_known
 from headprune.model.open import Model, read_model
@@ -37,7 +38,7 @@ from headprune.model.stored import StoredDtypes, identifying
 from headprune.placements import ROOM, Placement, asked_placement, too_large
 from headprune.proof import equivalence, left_alone, tensors
 from headprune.result.card import inherit_metadata, write_card
-from headprune.result.engines import engines_of, shapes_in
+from headprune.result.engines import engines_of
 from headprune.result.folder import ModelFolder
 from headprune.schemas.manifest import (
     CARD,
@@ -60,6 +61,7 @@ from headprune.surgery.transfer import native_twin, twin_of
 
 # rounding is amplified more where texts are decoded than in one pass: 13 times in SmolLM2-135M
 _ROUNDING_FACTOR = 100.0
+PREFILL_CHUNK = 1_024  # tokens
 PROOF_ROOM = 1.1  # times the weights, as measured: one model at a time, and a few outputs
 
 
@@ -205,7 +207,7 @@ def write(
                 parent=parent(),
                 lineage=read_lineage(source_folder(model.source)),
                 dtype=result.stored.names,
-                engines=engines_of(result.net, shapes_in(result.sizes.layout, result.sizes.shape)),
+                engines=engines_of(result.net, result.sizes.layout, result.sizes.shape),
                 done=changes.done,
                 refit=changes.refit,
                 choice=changes.choice,
@@ -379,7 +381,7 @@ def _save(
         result.stored.save(net, folder, model.source if same else None)
     parameters, size = result.sizes.parameters[1], writing.max_shard_size
     write_shards(result.pieces, folder, parameters, size, context.step)
-    _take_over(folder, model, plan, changes.history, vars(net).get("generation_config"))
+    _take_over(folder, model, plan, changes.history, net)
 
 
 def _conclude(result: _Result, folder: Path, context: Context) -> _Proven:
@@ -413,32 +415,34 @@ def _take_over(
     model: Model,
     plan: Plan,
     history: Path | None,
-    generation: GenerationConfig | None,
+    net: PreTrainedModel,
 ) -> None:
-    """Put plan, history and the source's files beside the weights of a result.
-
-    ``generation`` has the heads by their new numbers.
-    """
+    """Put plan, history and the source's files beside the weights of a result ``net``."""
     source = source_folder(model.source)
     copy_companions(source, folder)
     for file in remote_code(model.config):
         shutil.copyfile(file, folder / file.name)
-    _renumber_alignment(folder / "generation_config.json", generation)
+    _adapt_generation(folder / "generation_config.json", net)
     inherit_metadata(source, folder, model.source)
     plan.write(folder / "plan.json")
     if history is not None:
         shutil.copyfile(history, folder / HISTORY)
 
 
-def _renumber_alignment(file: Path, generation: GenerationConfig | None) -> None:
-    """Has a copied file name the heads that ``cut_heads`` left of those it names."""
+def _adapt_generation(file: Path, net: PreTrainedModel) -> None:
+    """Has a copied file name the heads that ``cut_heads`` left of those it names.
+
+    With windows, prompts are read in chunks: masks per head of a long one take much memory.
+    """
     settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    left = getattr(generation, "alignment_heads", None)
-    if settings.get("alignment_heads") == left:
+    wanted = {"alignment_heads": getattr(vars(net).get("generation_config"), "alignment_heads", None)}
+    if any(attention.window_heads for attention in attention_of(net)):
+        wanted["prefill_chunk_size"] = settings.get("prefill_chunk_size") or PREFILL_CHUNK
+        if not settings:  # transformers reads it in place of the config's own tokens
+            settings = GenerationConfig.from_model_config(net.config).to_diff_dict()
+    if all(settings.get(name) == value for name, value in wanted.items()):
         return
-    settings.pop("alignment_heads", None)
-    if left is not None:
-        settings["alignment_heads"] = left
+    settings = {n: value for n, value in {**settings, **wanted}.items() if value is not None}
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 

@@ -333,17 +333,24 @@ def _check_description(description: Any) -> None:
         if not sound or not all(isinstance(row[name], kind) for name, kind in _PROJECTION.items()):
             raise ValueError("the row of the family in config.json is damaged: 'projections'")
     has_windows = any(isinstance(h, Mapping) and h.get("window_heads") for h in layout.values())
-    window: Any = parts.get("window") or {"size": 1, "sinks": 0}
-    if has_windows and window is not parts.get("window"):
+    window: Any = parts.get("window")
+    if has_windows and window is None:
         raise ValueError("config.json describes heads with windows, but no window")
-    numbers = [window.get(n) for n in ("size", "sinks")] if isinstance(window, Mapping) else [None]
-    if any(type(n) is not int for n in numbers) or numbers[0] < 1 or numbers[1] < 0:
+    if window is not None and not _is_window(window):
         raise ValueError(f"config.json describes no size and sinks of a window: {window}")
     for path, heads in layout.items():
         try:
             check_heads(heads)
         except ValueError as error:
             raise ValueError(f"config.json describes no heads of '{path}': {error}") from None
+
+
+def _is_window(window: Any) -> bool:
+    """Return whether a description of a window is one: whole numbers, and a size above 0."""
+    if not isinstance(window, Mapping) or set(window) != {"size", "sinks"}:
+        return False
+    whole = all(type(number) is int for number in window.values())
+    return whole and window["size"] >= 1 and window["sinks"] >= 0
 
 
 def _check_fits(attention: Attention, family: Mapping[str, Any], heads: Mapping[str, Any]) -> None:
@@ -446,6 +453,7 @@ def _write_sizes(attention: Attention, family: Mapping[str, Any]) -> None:
         own["_attn_implementation"] = WINDOWS
         full_heads = attention.kv_heads - attention.window_heads
         module.headprune_form = (full_heads, *attention.window)
+        module.headprune_per_query = [n for n, role in family["per_head"].items() if role == "q"]
     if own or isinstance(getattr(module, "config", None), LayerConfig):
         module.config = LayerConfig(module.config, own)
 
@@ -807,6 +815,8 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]  # transformers does not t
         super().__init__()
         self.form = self.full_heads, self.size, self.sinks = full_heads, size, sinks
         self.full = DynamicLayer()
+        self.keys: Any = None
+        self.values: Any = None
         self.length = self.undo = 0  # tokens in all; tokens that crop() can take back
         self.held_sinks = 0  # 0 until tokens were forgotten
         self.first: Any = None  # of each row, the position of its first real token
@@ -879,7 +889,8 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]  # transformers does not t
         count = abs(tokens_to_remove)
         if count > self.undo and (self.held_sinks or count > self.length):
             raise ValueError(
-                f"Window heads can take back {self.undo} tokens, not {count}: older keys are gone."
+                f"Window heads can take back {self.undo} tokens, not {count}: older keys are gone. "
+                "To draft for another model, take one without windows."
             )
         super().crop(-count)
         self.full.crop(-count)
@@ -923,13 +934,13 @@ class WindowHeads(_Changed):
         name = next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
         cache = None if name is None else kwargs.pop(name)
         if cache is not None:
-            kwargs["headprune_layer"] = self._layer_of(cache)
+            kwargs["headprune_layer"] = self._layer_of(getattr(cache, "self_attention_cache", cache))
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
-    def _layer_of(self, cache: Any) -> SplitLayer:
+    def _layer_of(self, cache: Any) -> Any:
         """This module's layer of a cache, which begins as an empty dynamic one."""
-        number = getattr(self, "layer_idx", getattr(self, "layer_id", None))
-        layers = cache.layers
+        number: Any = getattr(self, "layer_idx", getattr(self, "layer_id", None))
+        layers: Any = cache.layers
         layers += [DynamicLayer() for _ in range(len(layers), number + 1)]
         layer = layers[number]
         if type(layer) is DynamicLayer and not layer.is_initialized and not cache.offloading:
@@ -958,7 +969,7 @@ def windows_attention(
 ) -> Any:
     """Attend with the full heads, then with the window heads, by the model's own function.
 
-    Query i sees key j <= i; a window head only if i - j < size, or if j is one of the first
+    Of the keys j that query i sees, a window head sees those with i - j < size, and the first
     ``sinks`` real tokens. Shapes are (batch, heads, length, head_dim).
     """
     attention, is_eager = own_attention(module)
@@ -973,9 +984,11 @@ def windows_attention(
         full, near, at = headprune_layer.update(key, value, first[:, 0, -1, 0])
         length = headprune_layer.length
     i, j = torch.arange(length - new, length, device=key.device)[:, None], at[:, None, None]
-    seen = (j <= i) & ((i - j < size) | (j < first + sinks))
-    if attention_mask is not None:
-        seen = seen & seen_by(attention_mask).take_along_dim(j.clamp(max=length - 1), -1)
+    if attention_mask is None:  # as transformers' SDPA has it; PaliGemma reads a prompt both ways
+        seen = j <= i if getattr(module, "is_causal", True) else j < length
+    else:
+        seen = seen_by(attention_mask).take_along_dim(j.clamp(max=length - 1), -1) & (j < length)
+    seen = seen & ((i - j < size) | (j < first + sinks))
     parts, shared = [], kwargs.pop("s_aux", None)
     for some, (k, v), mask in (
         (slice(0, queries), full, attention_mask),
@@ -983,11 +996,25 @@ def windows_attention(
     ):
         if k is not None and k.shape[1]:
             own = {} if shared is None else {"s_aux": shared[some]}
-            parts.append(attention(module, query[:, some], k, v, mask, **kwargs, **own)[0])
+            with_heads = _SomeHeads(module, some) if module.headprune_per_query else module
+            parts.append(attention(with_heads, query[:, some], k, v, mask, **kwargs, **own)[0])
     return torch.cat(parts, 2), None
 
 
 AttentionInterface.register(WINDOWS, windows_attention)
+
+
+class _SomeHeads:
+    """A module as an attention function sees it, whose tensors per query head hold some of them."""
+
+    def __init__(self, module: Any, some: slice) -> None:
+        self.headprune_module = module
+        for name in module.headprune_per_query:
+            if isinstance(tensor := getattr(module, name, None), torch.Tensor):
+                setattr(self, name, tensor[some])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.headprune_module, name)
 
 
 def own_attention(module: Any) -> tuple[Any, bool]:

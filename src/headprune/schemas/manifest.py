@@ -30,6 +30,7 @@ from headprune.schemas.records import (
     Pruning,
     Recorded,
     Refit,
+    Windowing,
 )
 from headprune.schemas.values import Count, Digest
 
@@ -105,8 +106,8 @@ class LineageStep(BaseModel):
 
     @property
     def evidence(self) -> Evidence | None:
-        """The evidence of the choice of heads, if heads were removed and it is known."""
-        return self.done.evidence if isinstance(self.done, Pruning) else None
+        """The evidence of the choice of heads, if there was one and it is known."""
+        return self.done.evidence if isinstance(self.done, Pruning | Windowing) else None
 
     @property
     def changed_weights(self) -> str | None:
@@ -123,7 +124,11 @@ class LineageStep(BaseModel):
     @property
     def uneven(self) -> bool:
         """True if attention modules differ in their numbers of heads."""
-        return len({tuple(map(len, h.as_json().values())) for h in self.layout.values()}) > 1
+        counts = {
+            (len(h.query_heads), len(h.kv_heads), h.group_sizes and len(h.group_sizes))
+            for h in self.layout.values()
+        }
+        return len(counts) > 1
 
 
 class Manifest(Recorded, LineageStep):

@@ -25,6 +25,7 @@ class Proof(BaseModel):
             weights. The latter is the gated original above.
         probes: The outputs compared, by name.
         unreached: Parts of the model that no probe reached, in words.
+        windows: Gated original against itself with wrong windows, by what is wrong.
         seed: Seed of the probe inputs.
     """
 
@@ -38,6 +39,7 @@ class Proof(BaseModel):
     cast: float
     probes: tuple[str, ...]
     unreached: tuple[str, ...] = ()
+    windows: dict[str, Difference] = {}
     seed: Count = PROBE_SEED
 
     @property

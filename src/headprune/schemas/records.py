@@ -176,6 +176,21 @@ class Merging(_Part):
     ways: dict[str, KvWay] | None = None
 
 
+class Windowing(_Part):
+    """KV heads got a window.
+
+    Attributes:
+        evidence: The evidence of the choice.
+        window: What they see.
+        heads: Their number.
+    """
+
+    kind: Literal["windowing"] = "windowing"
+    evidence: Evidence
+    window: Window
+    heads: Count
+
+
 class Healing(_Part):
     """Weights were trained to match another model.
 
@@ -216,7 +231,9 @@ class Migration(_Part):
     kind: Literal["migration"] = "migration"
 
 
-Done = Annotated[Pruning | Merging | Healing | Migration, Field(discriminator="kind")]
+Done = Annotated[
+    Pruning | Merging | Windowing | Healing | Migration, Field(discriminator="kind")
+]
 
 
 class Refit(_Part):

@@ -19,6 +19,7 @@ from headprune.model.attention import attention_of, family_of, fingerprint
 from headprune.model.batch import is_remote
 from headprune.model.loading import native_class
 from headprune.model.residency import present
+from headprune.model.windows import Narrowed
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, check_heads, check_module
@@ -82,8 +83,18 @@ class Cut:
 def uncut(attention: Attention) -> Cut:
     """The cut that leaves a module as it is."""
     positions = tuple(range(attention.query_heads)), tuple(range(attention.kv_heads))
-    form = attention.window_heads, (), attention.window
-    return Cut(attention, *positions, None, attention.group_sizes, *form)
+    whole = Cut(attention, *positions, None, attention.group_sizes)
+    return replace(whole, window_heads=attention.window_heads, window=attention.window)
+
+
+def narrowed(cuts: Sequence[Cut]) -> list[Narrowed]:
+    """Return the KV heads that cuts give a window."""
+    return [Narrowed(c.attention, c.narrowed, c.window) for c in cuts if c.narrowed and c.window]
+
+
+def window_of(cuts: Sequence[Cut]) -> tuple[int, int] | None:
+    """Return size and sinks of the window of some heads, if a result has any."""
+    return next((cut.window for cut in cuts if cut.window_heads), None)
 
 
 def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cut]:
@@ -100,7 +111,7 @@ def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cu
     """
     refuse_foreign(plan, model)
     family = family_of(model.config)
-    window = plan.window and (plan.window.size, plan.window.sinks)
+    window = None if plan.window is None else (plan.window.size, plan.window.sinks)
     return [_cut(a, plan.attentions[a.path], family, ragged, window) for a in attention_of(model)]
 
 
@@ -399,9 +410,9 @@ def _write_runtime_config(model: PreTrainedModel, cuts: Sequence[Cut], family: F
         "family": family.for_runtime(),
         "layout": {cut.attention.path: cut.heads_left() for cut in cuts},
     }
-    windows = [cut.window for cut in cuts if cut.window_heads and cut.window is not None]
-    if windows:
-        config.headprune["window"] = dict(zip(("size", "sinks"), windows[0], strict=True))
+    window = window_of(cuts)
+    if window is not None:
+        config.headprune["window"] = dict(zip(("size", "sinks"), window, strict=True))
     fits = [*family.attention] == ["self"] and len(cuts) == config.num_hidden_layers
     if fits and not family.keeps_kv and not _has_own_layers(config):
         # transformers' cache code sizes static caches from these

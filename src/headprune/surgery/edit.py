@@ -15,10 +15,10 @@ from headprune.io.shards import StoredTensor, rows_of
 from headprune.model.gating import fixed, gated
 from headprune.model.open import Model
 from headprune.model.residency import residency_of
-from headprune.model.windows import Narrowed, windowed
+from headprune.model.windows import windowed
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import Plan
-from headprune.surgery.cut import Cut, cut_heads, resolve
+from headprune.surgery.cut import Cut, cut_heads, narrowed, resolve
 
 Tensors = Mapping[str, Tensor | StoredTensor]
 
@@ -47,18 +47,14 @@ class Edit:
 def trying(net: PreTrainedModel, edit: Edit) -> Iterator[list[Cut]]:
     """Have a model compute as the edited one does, for the time of a ``with`` block.
 
-    Replaced weights are swapped in, and the heads that go are gated. Nothing is copied.
+    Replaced weights are swapped in, heads that go are gated, and windows are masks per head.
+    Nothing is copied.
     """
     with replaced(net, edit.tensors):
         cuts = edit.cuts(net)
         gates = fixed([cut.gate() for cut in cuts])
         with windowed(narrowed(cuts)), gated([cut.attention for cut in cuts], gates):
             yield cuts
-
-
-def narrowed(cuts: Sequence[Cut]) -> list[Narrowed]:
-    """Return the KV heads that cuts give a window."""
-    return [Narrowed(c.attention, c.narrowed, c.window) for c in cuts if c.narrowed and c.window]
 
 
 def put(net: PreTrainedModel, tensors: Tensors) -> Callable[[], None]:

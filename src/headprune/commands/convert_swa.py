@@ -1,0 +1,140 @@
+"""headprune convert-swa."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from headprune.commands import options as o
+from headprune.commands.command import ACCESS, COMMANDS, command
+from headprune.commands.convert_gqa import warnings
+from headprune.commands.listing import Panel
+from headprune.config import HealConfig, SwaConfig, build
+from headprune.config.values import (
+    FractionOrCount,
+    Length,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Seed,
+    Tokens,
+)
+from headprune.context import Context
+from headprune.errors import HeadpruneError
+from headprune.tensors.units import Unit
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from headprune.distillation.heal import Healed
+    from headprune.result.write import Pruned
+
+
+def _show(console: Console, result: Pruned | Healed, values: Mapping[str, Any]) -> None:
+    from headprune.render import results
+    from headprune.result.write import Pruned
+
+    given = COMMANDS["convert-swa"].again(values, ACCESS)
+    if isinstance(result, Pruned):
+        results.windowed(console, result, given)
+    else:
+        results.healed(console, result, given)
+
+
+def _warnings(result: Any) -> Any:
+    return getattr(result, "warnings", None) or warnings(result)
+
+
+@command(
+    Panel.CUT,
+    _show,
+    warnings=_warnings,
+    needs={
+        "heal_steps": "data",
+        "text_column": "data",
+        **dict.fromkeys(("train", "learning_rate", "bf16"), "heal_steps"),
+    },
+)
+def convert_swa(
+    model: o.Model,
+    output: o.Output,
+    *,
+    keep_full: Annotated[
+        FractionOrCount,
+        o.option("Share or number of KV heads (or layers) with a whole past. Default: 0.5."),
+    ]
+    | None = None,
+    window: o.Window | None = None,
+    sinks: o.Sinks = 4,
+    level: Annotated[
+        Literal["head", "layer"], o.option("What gets a window: KV heads, or whole layers.")
+    ] = "head",
+    context_tokens: o.ContextTokens | None = None,
+    max_kv_bytes: Annotated[
+        NonNegativeInt,
+        o.option("Instead of --keep-full: bytes of KV cache of --context tokens, at most."),
+    ]
+    | None = None,
+    data: o.Data | None = None,
+    scores: Annotated[Path | str, o.option("Instead of --data: a folder of score --form window.")]
+    | None = None,
+    heal_steps: o.HealSteps | None = None,
+    overwrite: o.Overwrite = False,
+    text_column: str | None = None,
+    calibration_tokens: Tokens = 8_192,
+    seq_len: Length | None = None,
+    batch_size: PositiveInt = 4,
+    train: Literal["attention", "lora", "all"] = "all",
+    learning_rate: Positive | None = None,
+    bf16: bool = True,
+    dtype: o.Dtype = "auto",
+    out_dtype: o.Dtype = "auto",
+    seed: Seed = 0,
+    device: o.Device = "auto",
+    placement: o.Placement = "auto",
+    trust_remote_code: o.TrustRemoteCode = False,
+    context: Context = Context(),
+) -> Pruned | Healed:
+    """Give KV heads that need no more a window and sinks (SWA), verify the result, write it."""
+    from headprune.result import convert_swa as conversion
+
+    unit = Unit.LAYER if level == "layer" else Unit.KV_GROUP
+    config = build(SwaConfig, locals(), unit=unit)
+    if scores is not None:
+        refuse_beside_scores(locals())
+    text = o.data_at(data, text_column)
+    scored = None if scores is None else Path(scores)
+
+    def converted(folder: Path) -> Pruned:
+        return conversion.convert_swa(model, folder, config, text, scored, overwrite, context)
+
+    if heal_steps is None or text is None:
+        return converted(Path(output))
+    from headprune.commands.convert_gqa import refuse_healing_by_layers
+    from headprune.distillation.heal import make_and_heal
+
+    refuse_healing_by_layers(placement)
+    healing = build(HealConfig, locals(), steps=heal_steps, seq_len=None, batch_size=None)
+
+    def make(unhealed: Path) -> None:
+        heads = converted(unhealed).manifest.done
+        context.line(f"{getattr(heads, 'heads', 0)} KV heads with a window, verified", True)
+
+    return make_and_heal(make, model, text, Path(output), healing, overwrite, context)
+
+
+def refuse_beside_scores(values: Mapping[str, Any]) -> None:
+    """Refuse settings that scores bring along.
+
+    Raises:
+        HeadpruneError: Naming the first.
+    """
+    usual = COMMANDS["convert-swa"].parameters()
+    spelt = COMMANDS["convert-swa"].spell
+    names = ("data", "window", "sinks", "level", "seq_len", "calibration_tokens", "batch_size")
+    for name in names:
+        if values[name] != usual[name].default and not (name == "data" and values["heal_steps"]):
+            raise HeadpruneError(
+                f"{spelt(name)} has no effect beside --scores, which have their own: leave it out."
+            )

@@ -1,0 +1,94 @@
+"""headprune convert-swa: a window for the KV heads that need no more, proven."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from headprune.config import DataConfig, SwaConfig, Writing
+from headprune.context import Context
+from headprune.evidence.windows import window_scores
+from headprune.io.outputs import claims_output
+from headprune.model.open import Model, open_model
+from headprune.planning.windows import plan_windows
+from headprune.proof.twins import refuse_unproven
+from headprune.result.write import Changes, Proposal, Pruned, write
+from headprune.schemas.records import Evidence, Windowing
+from headprune.schemas.scores import Scores, read_scores
+from headprune.surgery.edit import Edit
+
+
+@claims_output("model", "data", "scores")
+def convert_swa(
+    model: str | Path,
+    output: Path,
+    config: SwaConfig,
+    data: DataConfig | None = None,
+    scores: Path | None = None,
+    overwrite: bool = False,
+    context: Context = Context(),
+) -> Pruned:
+    """Give KV heads a window (sliding window attention) and write the result, proven.
+
+    The weights stay as they are, in another order of heads. A head with a window sees the latest
+    tokens and the first ones, its sinks; its cache holds no others.
+
+    Args:
+        model: Folder or hub id.
+        output: Folder to write; it appears whole or not at all.
+        config: The window, and how many KV heads keep the whole past.
+        data: Text that chooses the heads; None for that which comes with headprune.
+        scores: Instead, a scores folder of ``score --form window``.
+        overwrite: Replace an existing output.
+        context: Progress and permissions.
+
+    Raises:
+        HeadpruneError: If the input does not fit together, or the output cannot be written.
+        ProofError: If the result does not compute as the original with a mask per head.
+    """
+    context.stage("reading the headers")
+    opened = open_model(model, config.dtype, context.allowed, calibrates=scores is None)
+    refuse_unproven(opened, context)
+    chosen = None if scores is None else read_scores(scores, opened.identity)
+    proposal = propose_windows(opened, config, data, chosen, context)
+    writing = Writing(out_dtype=config.out_dtype)
+    pruned = write(opened, proposal.edit, output, proposal.changes, writing, context)
+    return replace(pruned, warnings=(*pruned.warnings, *proposal.warnings))
+
+
+def propose_windows(
+    model: Model,
+    config: SwaConfig,
+    data: DataConfig | None,
+    scores: Scores | None,
+    context: Context,
+) -> Proposal:
+    """Choose the KV heads of an opened model that get a window; arguments as of ``convert_swa``.
+
+    Raises:
+        HeadpruneError: If the input does not fit together.
+    """
+    if scores is None:
+        scores = window_scores(model, config, data, context)
+    plan = plan_windows(model, scores, config.kept, config.max_kv_bytes, config.context_tokens)
+    assert plan.window is not None
+    criterion, _ = scores.of(None)
+    done = Windowing(
+        evidence=Evidence(
+            kind="scores",
+            id=scores.id,
+            criterion=criterion,
+            keep=config.kept,
+            seed=scores.metadata.calibration.seed,
+        ),
+        window=plan.window,
+        heads=sum(len(part.window or ()) for part in plan.attentions.values()),
+    )
+    warnings = []
+    full = (set(part.window or ()) >= set(range(part.kv_heads)) for part in plan.attentions.values())
+    if all(full):
+        warnings.append(
+            "No KV head keeps the whole past: what lies further back than the window is lost to "
+            "all of them."
+        )
+    return Proposal(Edit(plan), Changes(done), tuple(warnings))
