@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import headprune
-from headprune.config import DataConfig, ScoreConfig, WindowConfig
+from headprune.config import DataConfig, WindowConfig
+from headprune.context import Context
 from headprune.data.far import far_rows
 from headprune.errors import HeadpruneError, PlanError
 from headprune.evidence.losses import example_losses
@@ -12,6 +13,7 @@ from headprune.evidence.windows import CRITERION, candidates, slopes, window_sco
 from headprune.model.gating import frozen
 from headprune.model.open import open_model
 from headprune.model.windows import attending
+from headprune.schemas.scores import write_scores
 from headprune.tensors.units import Unit, members
 from tests import tiny
 
@@ -93,11 +95,13 @@ def place(tmp_path_factory):
     return folder
 
 
+def data_of(place):
+    return DataConfig(source=str(place / "text.txt"))
+
+
 def scored(place, **settings):
     config = WindowConfig(window=8, sinks=3, calibration_tokens=256, **settings)
-    return window_scores(
-        open_model(place / "model"), config, DataConfig(source=str(place / "text.txt"))
-    )
+    return window_scores(open_model(place / "model"), config, data_of(place))
 
 
 def test_units_sum_signed_slopes(place):
@@ -128,4 +132,112 @@ def test_layers_that_come_and_go_score_alike(place):
 
 
 def test_modules_that_have_windows_are_left_out():
-    net = tiny.model(next(iter(tiny.present("qwen2-sliding"))))
+    net = tiny.model("qwen2-sliding_first")
+    full = [f"model.layers.{number}.self_attn" for number in (1, 3)]
+    assert [attention.path for attention in candidates(net)] == full
+    with pytest.raises(PlanError, match="No attention .* can get a window: .* windows already"):
+        candidates(tiny.model("qwen2-sliding", layer_types=["sliding_attention"] * tiny.LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [("bert-mlm", "causal language models"), ("t5", "causal"), ("bloom", "bias for every head")],
+)
+def test_models_without_a_place_for_windows_are_refused(case, why):
+    with pytest.raises(PlanError, match=why):
+        candidates(tiny.model(case))
+
+
+def test_attention_of_its_own_is_refused():
+    net = tiny.model("gptj")
+    with pytest.raises(PlanError, match="attention interface"):
+        slopes(net, candidates(net), [batch()], WINDOW)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"window": 125}, "leaves nothing out"),
+        ({"context_tokens": 200}, "--context 200: model and tokenizer take 128"),
+        ({"seq_len": 12}, "show nothing beyond a window of 8"),
+    ],
+)
+def test_windows_that_hide_nothing_are_refused(place, settings, why):
+    config = WindowConfig(**{"window": 8, "sinks": 3, **settings})
+    with pytest.raises(PlanError, match=why):
+        window_scores(open_model(place / "model"), config, data_of(place))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"unit": "layer"}, "--unit layer goes with --form window"),
+        ({"form": "window", "unit": "head"}, "whole KV heads"),
+        ({"form": "window", "unit": "query-slot"}, "whole KV heads"),
+        (
+            {"form": "window", "criterion": "fisher"},
+            "--criterion has no effect without --form removed",
+        ),
+        ({"form": "window", "attention": "self"}, "attention has no effect"),
+        ({"window": 8}, "--window has no effect without --form window"),
+        ({"context_tokens": 64}, "--context has no effect without --form window"),
+    ],
+)
+def test_options_without_effect_are_refused(place, settings, why):
+    with pytest.raises(HeadpruneError, match=why):
+        headprune.score(place / "model", place / "none", data=place / "text.txt", **settings)
+    assert not (place / "none").exists()
+
+
+def test_scores_of_windows_remove_nothing(place):
+    write_scores(place / "of-windows", scored(place))
+    with pytest.raises(PlanError, match="headprune convert-swa"):
+        headprune.prune(place / "model", place / "none", scores=place / "of-windows", keep=0.5)
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    unk_token_id = None
+
+    def __call__(self, texts, **how):
+        if isinstance(texts, str):
+            return {"input_ids": [ord(sign) for sign in texts]}
+        return {"input_ids": [[ord(sign) for sign in text] for text in texts]}
+
+    def decode(self, ids, **how):
+        return "".join(map(chr, ids))
+
+
+def test_far_answers_were_said_once_beyond_the_window():
+    texts = [[ord("z")] * 700 for _ in range(6)]
+    rows = far_rows(texts, Letters(), (100, 4), 1, seed=0)
+    assert len(rows) == len(texts)
+    for row in rows:
+        text, answers = Letters().decode(row["input_ids"]), [[]]
+        assert len(text) == len(row["labels"]) == 700
+        for place, label in enumerate(row["labels"]):
+            assert label in (-100, ord(text[place]))
+            answers[-1].append(place) if label != -100 else answers.append([])
+        asked = [range(each[0], each[-1] + 1) for each in answers if each]
+        assert len(asked) == 3
+        for places in asked:
+            answer = text[places.start : places.stop]
+            begin = text[: places.start].rindex("\n")
+            fact = text[begin : places.stop] + ".\n"
+            assert 4 <= text.index(fact) <= begin - 100 - len(fact)
+            assert answer.strip()
+    others = far_rows(texts, Letters(), (100, 4), 1, seed=1)
+    assert rows != others
+    assert rows == far_rows(texts, Letters(), (100, 4), 1, seed=0)
+    assert far_rows([text[:120] for text in texts], Letters(), (100, 4), 1, seed=0) == []
+
+
+def test_texts_too_short_for_prompts_are_scored_alone(place):
+    lines = []
+    config = WindowConfig(window=8, sinks=3, calibration_tokens=256)
+    context = Context(line=lambda line, good=None: lines.append(line))
+    scores = window_scores(open_model(place / "model"), config, data_of(place), context)
+    assert "by text alone" in lines[-1]
+    assert scores.scores[CRITERION].sum() == pytest.approx(1)
+    assert scores.metadata.tokens == 256

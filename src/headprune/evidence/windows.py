@@ -81,6 +81,8 @@ def window_scores(
     text = _text(model, config, window, source)
     batches = text.batches()
     far = _far_batches(model, text, window, config.seed)
+    if not far:
+        context.line("no prompt whose answer lies far back fits: scores are by text alone")
     context.stage("scoring")
     passes, size = context.each([*batches, *far]), (window.size, window.sinks)
     total = torch.zeros(sum(len(members(config.unit, a.group_sizes)) for a in attentions))
@@ -227,7 +229,9 @@ def slopes(
 
     with frozen(net), attending(attentions, attend):
         for batch in batches:
-            example_losses(net, "causal-lm", batch).sum().backward()
+            loss = example_losses(net, "causal-lm", batch).sum()
+            if loss.requires_grad:  # else no module was called, which `attending` refuses
+                loss.backward()
             for module, of_tokens in live.items():
                 parts = [part.sum(1) for part in of_tokens.split(block, 1)]
                 rows[module].append(torch.stack(parts, 1).flatten(0, 1).cpu())
