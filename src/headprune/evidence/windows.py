@@ -31,7 +31,7 @@ from headprune.context import Context
 from headprune.data.batches import calibration
 from headprune.data.far import far_rows
 from headprune.data.read import digest_of_data
-from headprune.data.text import Sequences
+from headprune.data.text import SHIPPED, Sequences
 from headprune.data.tokens import around
 from headprune.errors import DataError, PlanError
 from headprune.evidence.losses import example_losses
@@ -55,7 +55,6 @@ FAR = 1.0  # weight of far answers beside text
 _WINDOW, _CONTEXT = 1_024, 8_192  # at most, where none is given
 _SEQUENCE = 4  # windows in a sequence
 _LEAST_CHUNK = 128  # queries that attend together
-_SHIPPED = Path(__file__).parents[1] / "data" / "mixed"
 
 
 def window_scores(
@@ -77,11 +76,13 @@ def window_scores(
         PlanError: If no module can have a window, or the window is no smaller than the context.
         DataError: If there is too little text, or a number is not finite.
     """
-    net, source = model.net, data or DataConfig(source=str(_SHIPPED))
+    net, source = model.net, data or DataConfig(source=str(SHIPPED))
     attentions, window = candidates(net), window_of(net, model.tokenizer, config)
     text = _text(model, config, window, source)
     batches = text.batches()
     far = _far_batches(model, text, window, config.seed)
+    if not far:
+        context.line("no prompt whose answer lies far back fits: scores are by text alone")
     context.stage("scoring")
     passes, size = context.each([*batches, *far]), (window.size, window.sinks)
     total = torch.zeros(sum(len(members(config.unit, a.group_sizes)) for a in attentions))
@@ -228,7 +229,9 @@ def slopes(
 
     with frozen(net), attending(attentions, attend):
         for batch in batches:
-            example_losses(net, "causal-lm", batch).sum().backward()
+            loss = example_losses(net, "causal-lm", batch).sum()
+            if loss.requires_grad:  # else no module was called, which `attending` refuses
+                loss.backward()
             for module, of_tokens in live.items():
                 parts = [part.sum(1) for part in of_tokens.split(block, 1)]
                 rows[module].append(torch.stack(parts, 1).flatten(0, 1).cpu())

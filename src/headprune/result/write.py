@@ -435,7 +435,9 @@ def _adapt_generation(file: Path, net: PreTrainedModel) -> None:
     With windows, prompts are read in chunks: masks per head of a long one take much memory.
     """
     settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    wanted = {"alignment_heads": getattr(vars(net).get("generation_config"), "alignment_heads", None)}
+    wanted = {
+        "alignment_heads": getattr(vars(net).get("generation_config"), "alignment_heads", None)
+    }
     if any(attention.window_heads for attention in attention_of(net)):
         wanted["prefill_chunk_size"] = settings.get("prefill_chunk_size") or PREFILL_CHUNK
         if not settings:  # transformers reads it in place of the config's own tokens

@@ -231,9 +231,7 @@ class Migration(_Part):
     kind: Literal["migration"] = "migration"
 
 
-Done = Annotated[
-    Pruning | Merging | Windowing | Healing | Migration, Field(discriminator="kind")
-]
+Done = Annotated[Pruning | Merging | Windowing | Healing | Migration, Field(discriminator="kind")]
 
 
 class Refit(_Part):
