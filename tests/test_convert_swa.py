@@ -131,7 +131,7 @@ def test_healing(folder):
     """A model with windows is trained on texts longer than they are, and keeps them."""
     converted(folder, keep_full=0)
     text = DataConfig(source=str(folder / "text.txt"))
-    config = HealConfig(steps=12, seq_len=32, optimizer="adamw", learning_rate=1e-3)
+    config = HealConfig(steps=40, seq_len=32, optimizer="adamw", learning_rate=1e-4)
     healed = heal(folder / "out", folder / "model", text, folder / "healed", config)
     net = headprune.from_pretrained(folder / "healed")
     assert [a.window_heads for a in attention_of(net)] == [3] * 4
