@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -51,9 +52,12 @@ class Speed:
     decodes_s: dict[int, tuple[float, ...]]
 
 
+PROMPT = 256  # tokens
+
+
 def measure(
     models: Sequence[PreTrainedModel],
-    prompt_tokens: int = 256,
+    prompt_tokens: int = PROMPT,
     decoded: int = 16,
     repeats: int = 5,
     batches: Sequence[int] = (1,),
@@ -100,7 +104,7 @@ def measure(
 def ratios(
     model: PreTrainedModel,
     reference: PreTrainedModel,
-    prompt_tokens: int = 256,
+    prompt_tokens: int = PROMPT,
     decoded: int = 16,
     repeats: int = 15,
 ) -> dict[str, NDArray[np.float64]]:
@@ -170,12 +174,15 @@ def _times(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, fl
     if task not in GENERATES:
         return _seconds(lambda: model(input_ids=ids), ids.device), 0.0
     state: dict[str, Any] = {}
+    last: dict[str, int] = {}
     prompt, step = {"input_ids": ids}, "input_ids"
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        last["logits_to_keep"] = 1  # as generate does: those of a long prompt would fill the memory
     if task == "seq2seq-lm":
         prompt, step = {**prompt, "decoder_input_ids": ids[:, :1]}, "decoder_input_ids"
 
     def prefill() -> None:
-        result = model(**prompt, use_cache=True)
+        result = model(**prompt, **last, use_cache=True)
         state["cache"], state["next"] = result.past_key_values, result.logits[:, -1:].argmax(-1)
         if task == "seq2seq-lm":
             source = BaseModelOutput(result.encoder_last_hidden_state)
