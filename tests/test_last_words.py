@@ -239,7 +239,7 @@ def test_unequal_numbers_of_windows_are_not_paired(tmp_path, monkeypatch):
     text = [sentence(number, 60) for number in range(5)]
     (tmp_path / "text.txt").write_text("\n".join(text))
     counts = iter([3, 4])
-    monkeypatch.setattr(evaluation, "answered", lambda *_: np.ones(next(counts)))
+    monkeypatch.setattr(evaluation, "answered", lambda *_: np.ones((2, next(counts))))
     data = DataConfig(source=str(tmp_path / "text.txt"))
     fast = {"seq_len": 16, "speed": False, "resamples": 200, "passage_words": 0}
     config = EvaluateConfig(**fast)

@@ -354,7 +354,7 @@ class NeedleConfig(Settings):
 
     needle_lengths: Lengths = ()
     needle_trials: PositiveInt = 4
-    needle_keys: Annotated[int, Field(ge=1, le=8)] = 4  # facts, of which one is asked for
+    needle_keys: Annotated[int, Field(ge=1, le=8)] = 4  # facts in a context
     seed: Seed = 0
 
 

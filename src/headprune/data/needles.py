@@ -3,8 +3,8 @@
     ... The secret number of the castle is 48213. ... The secret number of the river is 90127. ...
     The secret number of the castle is -> 48213
 
-After the text one sentence begins again; its number is the answer. A model that copies the last
-number it saw is right on one of them only. The fact that is asked for lies beyond the window.
+After the text one sentence begins again; its number is the answer. To copy the last number is
+rarely right. The fact in question lies beyond the window of the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from headprune.model.batch import most_tokens
 from headprune.model.cost import KVCache
 
 _LEAST_TEXT = 16  # tokens around needles
-_LEAST, _FIVE_DIGITS = 10_000, 90_000  # numbers are drawn from so many
+_LEAST, _FIVE_DIGITS = 10_000, 90_000  # the lowest number, and how many there are
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Template:
 
 @dataclass(frozen=True)
 class Needle:
-    """A context with facts in it, of which one is asked for.
+    """A context with facts in it, and a question about one of them.
 
     Attributes:
         row: Its tokens; the number is the answer.
-        depth: Share of the text before the fact that is asked for.
+        depth: Share of the text before the fact in question.
         fact: Places of the tokens of that fact.
         question: Place of the first token of the question.
     """
@@ -63,7 +63,7 @@ class Needle:
 
 
 class Window(NamedTuple):
-    """What a token sees: the last ``size`` tokens with itself, and the first ``sinks``."""
+    """A token sees the last ``size`` tokens with itself, and the first ``sinks``."""
 
     size: int
     sinks: int = 0
@@ -77,7 +77,7 @@ def window_of(*models: PreTrainedModel) -> Window | None:
     windows = list[Window]()
     for model in models:
         most = most_tokens(model)
-        # a cache keeps what the next token sees beside itself
+        # a cache keeps one token less: the next one sees itself too
         own = [Window(kept + 1) for kept in KVCache.of(model).windows.values()]
         if of_heads := (getattr(model.config, "headprune", None) or {}).get("window"):
             own.append(Window(**of_heads))

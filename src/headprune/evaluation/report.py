@@ -134,11 +134,11 @@ class Identified(_Piece):
 
 
 class Retrieval(_Piece):
-    """Needles retrieved from contexts of one length, of those at one depth.
+    """Needles retrieved from contexts of one length, at one depth.
 
     Attributes:
         tokens: Length of the contexts.
-        depth: Share of the text before the needle; those that a window sees are left out.
+        depth: Share of the text before the needle.
         accuracy: Share of retrieved needles.
         nats: Mean loss per token of the answers.
         n: Needles.

@@ -46,7 +46,7 @@ def answered(
     batch_size: int,
     progress: Progress = lambda done, total: None,
 ) -> Answers:
-    """Return what a model makes of the answers.
+    """Return whether a model gives the answers, and their loss.
 
     Args:
         model: A causal language model.

@@ -182,7 +182,7 @@ def _sizes(model: ModelReport) -> dict[str, float]:
         "attention parameters": cost.attention_parameters,
     }
     if cost.kv_cache_bytes:  # an encoder has no cache
-        # without windows, caches are as many times as large as contexts
+        # without windows, the cache per token tells all of them
         several = cost.kv_cache_bytes_at if cost.kv_cache_tokens > 1 else {}
         cached = several or {cost.kv_cache_tokens: cost.kv_cache_bytes}
         sizes |= {f"KV bytes {at_context(tokens)}": size for tokens, size in cached.items()}
