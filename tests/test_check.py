@@ -78,6 +78,7 @@ def of_limit(text, ours, theirs=None, seed=0):
         ("perplexity@512-1k[wiki] recovery >= 98 %", Comparison.RECOVERY, ">=", 0.98),
         ("kv_cache_bytes@8k <= 50 %", Comparison.SHARE, "<=", 0.5),
         ("needle_nats <= +0.1", Comparison.DIFFERENCE, "<=", 0.1),
+        ("decode_tokens_per_s@8k >= 120 %", Comparison.SHARE, ">=", 1.2),
     ],
 )
 def test_limits_say_what_they_compare(text, kind, op, bound):
@@ -111,6 +112,8 @@ def test_limits_say_what_they_compare(text, kind, op, bound):
         ("perplexity@1k-2k >= 2", "must be bounded by <="),
         ("kv_cache_bytes@8k[wiki] <= 2", "no metric 'kv_cache_bytes' of data"),
         ("needle_nats >= 0.1", "must be bounded by <="),
+        ("decode_tokens_per_s@long >= 1 %", "write it as 'decode_tokens_per_s@8k'"),
+        ("decode_tokens_per_s@8k >= 100", "more of the machine than of the model"),
         ("lambada:acc == 1", "bound the score of a task by <= or >="),
     ],
 )
@@ -660,6 +663,7 @@ def test_positions_contexts_and_needles_have_limits(tmp_path):
     (tmp_path / "text.txt").write_text(tiny.text(8_000))
     holds = (
         *("perplexity@256-512 <= 10_000", "perplexity@512-600 <= 200 %", "needle_nats <= 200 %"),
+        *("decode_tokens_per_s@64 >= 1 %", "prefill_tokens_per_s >= 1 %"),
         *("needle_accuracy >= 0", "kv_cache_bytes@2k <= 1 %", "kv_cache_bytes@2k <= +0 %"),
     )
     broken = ("perplexity@512-600 <= 1.1", "kv_cache_bytes@2k >= 2 %", "needle_nats <= 0.01")
@@ -674,9 +678,10 @@ def test_positions_contexts_and_needles_have_limits(tmp_path):
         "perplexity@1k-2k <= 2": "this run does not measure perplexity@1k-2k",
         "kv_cache_bytes@8k <= 2": "this run knows query_heads",
         "parameters@2k <= 2": "kv_cache_bytes@2k",
+        "decode_tokens_per_s@8k >= 1 %": "after 8,192 tokens, and a MistralForCausalLM",
     }
     for text, message in others.items():
-        refused(config(tmp_path, "near", **how, limits=(text,)), message)
+        refused(config(tmp_path, "near", **given | {"limits": (text,)}), message)
 
 
 def test_embeddings_beside_another_original_are_no_baseline(tmp_path):

@@ -397,7 +397,9 @@ def test_speed_is_timed_after_prompts_of_stated_lengths(text_file, tmp_path):
     )
     assert Report.model_validate_json(report.model_dump_json()) == report
     too_long = config.model_copy(update={"speed_contexts": (24, 129)})
-    with pytest.raises(HeadpruneError, match="129 tokens does not fit into the 128 positions"):
+    with pytest.raises(
+        HeadpruneError, match="after 129 tokens, and a LlamaForCausalLM here has 128 positions"
+    ):
         evaluate(folder, data, too_long)
 
 

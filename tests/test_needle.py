@@ -207,7 +207,7 @@ def test_an_evaluation_shows_retrieval_beside_the_base(case, tmp_path, text_file
     assert mean == pytest.approx(nats.value) and nats.value > 1
     columns, rows = report.needle()
     assert columns == ["context", *(f"at {d:.0%}" for d in depths)]
-    assert [row[0] for row in rows] == ["128, found", "128, nats"] and rows[1][1].count("(") == 1
+    assert [row[0] for row in rows] == ["128 found", "128 nats"] and rows[1][1].count("(") == 1
     settings = report.provenance.settings
     assert [settings[f"needle_{n}"] for n in ("trials", "keys", "lengths")] == [3, 4, [128]]
     window = None if case == "llama-gqa" else {"size": 8, "sinks": 0}

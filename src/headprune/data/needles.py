@@ -15,7 +15,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.config import NEEDLE_DEPTHS, NEEDLE_LENGTHS, NeedleConfig
@@ -117,41 +116,33 @@ def needles(
             "shorter needle_lengths."
         )
 
-    def of_length(tokens: int) -> Dataset:
-        trials = config.needle_trials
-        return windows(examples, tokenizer, tokens, need=0, vocabulary=vocabulary, most=trials)[0]
-
-    texts = of_length(lengths[-1])
-    while not len(texts) and not config.needle_lengths and len(lengths) > 1:
+    how: dict[str, Any] = {"need": 0, "vocabulary": vocabulary, "most": config.needle_trials}
+    while not len(texts := windows(examples, tokenizer, lengths[-1], **how)[0]):
+        if config.needle_lengths or len(lengths) == 1:
+            raise DataError(
+                f"A needle in {lengths[-1]:,} tokens: the text has fewer. Give more text, or "
+                "shorter needle_lengths."
+            )
         lengths = lengths[:-1]  # a default length
-        texts = of_length(lengths[-1])
-    if not len(texts):
-        raise DataError(
-            f"A needle in {lengths[-1]:,} tokens: the text has fewer. Give more text, or shorter "
-            "needle_lengths."
-        )
-    draw, made = np.random.default_rng(config.seed), dict[int, list[Needle]]()
+    draw, made = np.random.default_rng(config.seed), list[Needle]()
     first = max(len(around(tokenizer).before), window.sinks if window else 0)
     for length, depth, trial in product(lengths, NEEDLE_DEPTHS, range(config.needle_trials)):
         keys = draw.choice(template.keys, config.needle_keys, replace=False)
         numbers = _LEAST + draw.choice(_FIVE_DIGITS, config.needle_keys, replace=False)
         facts = [(template.fact.format(key=k), str(n)) for k, n in zip(keys, numbers, strict=True)]
         text = texts[trial % len(texts)]["input_ids"][:length]
-        made.setdefault(length, []).append(_hidden(tokenizer, text, first, depth, facts))
+        made.append(_hidden(tokenizer, text, first, depth, facts))
     size = window.size if window else 0
-    beyond = {
-        length: [one for one in some if one.fact.stop + size <= one.question + 1]
-        for length, some in made.items()
-    }
-    useless = [length for length, some in beyond.items() if not some]
-    if useless and (config.needle_lengths or len(useless) == len(lengths)):
-        nearest = made[useless[-1]][0]  # no fact lies before one at depth 0
-        least = nearest.fact.stop + size - 1 + useless[-1] - nearest.question
+    beyond = tuple(one for one in made if one.fact.stop + size <= one.question + 1)
+    useless = sorted({*lengths} - {len(one.row.ids) for one in beyond})
+    if useless and (config.needle_lengths or not beyond):
+        nearest = next(one for one in made if len(one.row.ids) == useless[-1])  # at depth 0
+        least = useless[-1] - nearest.question + nearest.fact.stop + size - 1
         raise DataError(
             f"A needle in {useless[-1]:,} tokens: windows of {size:,} tokens reach every fact from "
             f"its end. Give needle_lengths of {least:,} or more."
         )
-    return tuple(one for some in beyond.values() for one in some)
+    return beyond
 
 
 def _hidden(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -344,6 +345,12 @@ def in_k(tokens: int) -> str:
     return str(tokens) if tokens % 1024 else f"{tokens // 1024}k"
 
 
+def context_of(name: str) -> int | None:
+    """Return the tokens of ``decode_tokens_per_s@8k``; None where a name has no such context."""
+    number = re.fullmatch(r"[^@]*@(\d+)(k?)", name)
+    return int(number[1]) * (1024 if number[2] else 1) if number else None
+
+
 def plain(name: str) -> str:
     """Return a metric without its range or context, and domain: ``perplexity@1k-2k[brown]``."""
     return name.partition("[")[0].partition("@")[0]
@@ -397,7 +404,7 @@ class Samples:
             f"{name}{place}"
             for place in places
             for name, spec in METRICS.items()
-            if spec.formula is not None
+            if spec.formula is not None and (spec.in_tables or "@" not in place)
         )
         complete = [name for name in names if set(columns_of(name)) <= set(self.columns)]
         return (*complete, *filter(is_score, self.columns))

@@ -16,10 +16,10 @@ from headprune.data.images import Images
 from headprune.data.read import Examples
 from headprune.data.tokens import around
 from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.evaluation.speed import refuse_long_prompts
 from headprune.evaluation.tagged import refuse_missing_seqeval
 from headprune.evaluation.task_table import TASKS, are_pairs
 from headprune.formats.format import is_exported, read_export
-from headprune.model.batch import most_tokens
 from headprune.model.embedding import refuse_other_similarity
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 
@@ -56,12 +56,7 @@ def refuse_unfit(
                 f"{option} is for models that generate, and this one is a {kind}. Leave it out, "
                 "with the limits on it."
             )
-    limits = [most for net in nets if (most := most_tokens(net)) is not None]
-    if longer := [each for each in config.speed_contexts if limits and each > min(limits)]:
-        raise HeadpruneError(
-            f"speed_contexts: a prompt of {longer[0]:,} tokens does not fit into the "
-            f"{min(limits):,} positions of this {kind}. Give shorter ones."
-        )
+    refuse_long_prompts(nets, config.speed_contexts)
     if data.loss is Loss.ANSWERS and (task != "causal-lm" or config.metrics):
         raise HeadpruneError(
             f"loss=answers is of a language model's chats, without --metric; this is a {kind}."

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 from headprune.config import NonNegativeInt
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.comparison import Interval
-from headprune.evaluation.metrics import label, spec_of
+from headprune.evaluation.metrics import in_k, label, spec_of
 from headprune.evaluation.speed import Speed
 from headprune.io.folders import digest_of
 from headprune.io.writing import write_whole
@@ -257,7 +257,7 @@ class Report(Identified):
             cell = f"{getattr(one, value):.2f}{of_base}"
             rows.setdefault((name, one.tokens), {})[one.depth] = cell
         return ["context", *(f"at {depth:.0%}" for depth in depths)], [
-            [f"{tokens:,}, {name}", *(row.get(depth, "-") for depth in depths)]
+            [f"{in_k(tokens)} {name}", *(row.get(depth, "-") for depth in depths)]
             for (name, tokens), row in sorted(rows.items())
         ]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from headprune import devices
+from headprune.errors import HeadpruneError
 from headprune.model.batch import CLASSIFIERS, most_tokens, task_of
 from headprune.model.cost import GENERATES
 from headprune.model.placement import alone_on_device, input_device, together_on_device
@@ -126,6 +128,16 @@ def ratios(
     generates = task_of(model) in GENERATES
     names = ("prefill_tokens_per_s", *(("decode_tokens_per_s",) if generates else ()))
     return {name: faster[:, column] for column, name in enumerate(names)}
+
+
+def refuse_long_prompts(models: Sequence[PreTrainedModel], lengths: Iterable[int]) -> None:
+    """Raise a HeadpruneError if a prompt is longer than the positions of a model."""
+    positions = min((most for model in models if (most := most_tokens(model))), default=sys.maxsize)
+    if (longest := max(lengths, default=0)) > positions:
+        raise HeadpruneError(
+            f"Speed is to be timed after {longest:,} tokens, and a {type(models[0]).__name__} here "
+            f"has {positions:,} positions. Give shorter contexts."
+        )
 
 
 def _prompt(

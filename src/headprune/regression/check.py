@@ -11,7 +11,7 @@ from headprune.errors import HeadpruneError
 from headprune.evaluation import speed
 from headprune.evaluation.evaluate import run
 from headprune.evaluation.loaded import Loaded, load
-from headprune.evaluation.metrics import is_score, parted, plain, spec_of
+from headprune.evaluation.metrics import Floats, context_of, is_score, parted, plain, spec_of
 from headprune.evaluation.report import Identified, Metric
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import BASELINE
@@ -96,8 +96,11 @@ def check(
             if one.needs_baseline and one.is_quality:
                 baseline.refuse_metric(path, one.metric, settings, original)
     evaluation = run(loaded, config.evaluate_config(), progress)
-    timed = any(one.metric in SPEED for one in limits)
-    ratios = speed.ratios(*loaded.nets) if timed else {}
+    ratios: dict[str, Floats] = {}
+    for at, context in _timed(limits).items():
+        model, original = loaded.nets
+        faster = speed.ratios(model, original, context)
+        ratios |= {f"{name}{at}": by_repeat for name, by_repeat in faster.items()}
     evaluated = time.perf_counter()
     route = load_route(loaded.nets[0])
     judged = tuple(judge_limit(one, evaluation, route, baseline, ratios, config) for one in limits)
@@ -189,9 +192,16 @@ def _references(limits: list[Limit], config: CheckConfig) -> tuple[Baseline | No
     )
 
 
+def _timed(limits: list[Limit]) -> dict[str, int]:
+    """Return prompts to time, by what limits on speed have behind their names, as "@8k"."""
+    timed = [one.metric for one in limits if plain(one.metric) in SPEED]
+    return {name.removeprefix(plain(name)): context_of(name) or speed.PROMPT for name in timed}
+
+
 def _refuse_limits(limits: list[Limit], loaded: Loaded) -> None:
     """Refuse limits on what this run will not measure, before it runs."""
     kind, known = type(loaded.nets[0]).__name__, loaded.metrics()
+    speed.refuse_long_prompts(loaded.nets, (n for at, n in _timed(limits).items() if at))
     structure = structure_of(model_cost(loaded.nets[0]))
     for one in limits:
         if plain(one.metric) in STRUCTURE and one.metric not in structure:
@@ -205,11 +215,11 @@ def _refuse_limits(limits: list[Limit], loaded: Loaded) -> None:
                 f"that data; for a {kind} on this data it measures "
                 f"{', '.join(known) or 'nothing without --against'}."
             )
-        if one.metric == "decode_tokens_per_s" and not structure["kv_cache_bytes"]:
+        if plain(one.metric) == "decode_tokens_per_s" and not structure["kv_cache_bytes"]:
             raise HeadpruneError(
                 f"The limit '{one.text}': a {kind} generates no text; limit prefill_tokens_per_s."
             )
-        if one.metric in SPEED and any(map(residency_of, loaded.nets)):
+        if plain(one.metric) in SPEED and any(map(residency_of, loaded.nets)):
             raise HeadpruneError(
                 f"The limit '{one.text}': models that run layer by layer are not timed. Give "
                 "--config placement=whole, or leave this limit out."

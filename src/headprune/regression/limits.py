@@ -9,6 +9,7 @@
     kv_cache_bytes@8k <= 50 %      of a context of 8,192 tokens
     perplexity@1k-2k <= 105 %      of the tokens at these positions
     decode_tokens_per_s >= 120 %   of the original's speed, timed in the same run
+    decode_tokens_per_s@8k >= 1 %  after a prompt of 8,192 tokens
     query_heads == 201             exact counts
     load_route == native           or runtime
     perplexity[brown] <= 105 %     on the further data of that name
@@ -27,7 +28,7 @@ from enum import Enum
 from typing import Literal, get_args
 
 from headprune.errors import HeadpruneError
-from headprune.evaluation.metrics import METRICS, is_score, parted, plain, spec_of
+from headprune.evaluation.metrics import METRICS, context_of, is_score, parted, plain, spec_of
 from headprune.registry import did_you_mean
 from headprune.schemas.plan import Shape
 
@@ -129,6 +130,8 @@ def _parsed(text: str) -> Limit:
             f"there is no metric '{name}'{' of data' if domain else ''}."
             f"{did_you_mean(name, known)} Known are {', '.join(known)}."
         )
+    if name in SPEED and metric != name and context_of(metric) is None:
+        raise _Problem(f"'{metric}' has no context: write it as '{name}@8k', of 8,192 tokens.")
     operator = next((one for one in get_args(Operator) if one == op), None)
     if operator is None:
         raise _Problem(f"'{op}' is none of <=, >= and ==.")
@@ -154,7 +157,7 @@ def _parsed(text: str) -> Limit:
 
 def _kind(metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Comparison:
     """Return the comparison, if it makes sense for the metric."""
-    score, speed = is_score(metric), metric in SPEED
+    score, speed = is_score(metric), plain(metric) in SPEED
     quality = not score and plain(metric) in METRICS
     higher_is_better = spec_of(metric).higher_is_better if quality else speed
     if score and (recovery or op == "=="):  # its direction is known once the task has run

@@ -240,7 +240,7 @@ def judge_limit(
             reference = structure_of(report.against.cost) if report.against is not None else {}
         value = structure_of(report.model.cost)[metric]
         return judge_exact(limit, counted(limit, value, reference.get(metric)))
-    if metric in SPEED:
+    if plain(metric) in SPEED:
         faster = ratios[metric]  # the median, as a machine stumbles now and then
         middle = bootstrap(lambda i: np.median(faster[i], axis=-1), len(faster), *how)
         return judge(limit, middle)
