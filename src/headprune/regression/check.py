@@ -98,8 +98,8 @@ def check(
     evaluation = run(loaded, config.evaluate_config(), progress)
     ratios: dict[str, Floats] = {}
     for at, context in _timed(limits).items():
-        model, original = loaded.nets
-        faster = speed.ratios(model, original, context)
+        net, base = loaded.nets
+        faster = speed.ratios(net, base, context)
         ratios |= {f"{name}{at}": by_repeat for name, by_repeat in faster.items()}
     evaluated = time.perf_counter()
     route = load_route(loaded.nets[0])
