@@ -466,7 +466,7 @@ def cache(
         net = in_llama_cpp(place, kind)
         numbers = {
             "wikitext2": math.exp(bench.nll(net, bench.wikitext, LONG, windows)),
-            "last_word": float(answered(net, given, 1).mean()),
+            "last_word": float(answered(net, given, 1).hits.mean()),
         }
         size = KVCache.of(from_pretrained(folder)).elements(1) * BYTES[kind]
         print(f"{name}, {kind} {numbers}")

@@ -351,7 +351,7 @@ class Bench:
             if short:
                 numbers["wikitext2_128"] = math.exp(self.nll(net, self.wikitext, SHORT))
             if self.config.tasks:
-                numbers["passage_words"] = float(answered(net, self._needed, 8).mean())
+                numbers["passage_words"] = float(answered(net, self._needed, 8).hits.mean())
                 scored, _ = task_scores(net, self.tokenizer, self._evaluation)
                 numbers |= {one.name.partition(":")[0]: one.value for one in scored}
         return numbers

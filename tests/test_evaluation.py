@@ -14,6 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from rich.console import Console
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from headprune.config import DataConfig, EvaluateConfig
@@ -55,6 +56,50 @@ def test_causal_losses_are_those_of_the_model(text_file):
     assert losses.tokens.tolist() == [15] * 7
     words = tiny.tokenizer().convert_ids_to_tokens(ids[0, 1:].tolist())
     assert losses.utf8_bytes[0] == sum(len(f" {word}") for word in words)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_by_position_are_those_of_the_model(dtype, tmp_path):
+    (tmp_path / "long.txt").write_text(tiny.text(3_400))
+    model = tiny.model("llama-gqa", dtype, max_position_embeddings=2_048)
+    rows = sequences_of(tmp_path / "long.txt", 1_100, 3)
+    run = Pass(model, rows, tiny.tokenizer(), 2)
+    losses = quality.causal_losses(run)
+    ranges = {"256-512": (256, 512), "512-1k": (512, 1_024), "1k-1100": (1_024, 1_100)}
+    assert [*losses.by_position] == [f"{n}@{r}" for r in ranges for n in ("nll_nats", "tokens")]
+    ids = torch.tensor(rows["input_ids"])
+    with torch.no_grad():
+        logits = torch.cat([model(row[None, :-1]).logits for row in ids]).float()
+    of_each = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").double()
+    for name, (start, stop) in ranges.items():
+        wanted, shifted = (of_each[:, start - d : stop - d].sum(1) for d in (1, 2))
+        found = losses.by_position[f"nll_nats@{name}"]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6 if dtype == torch.float32 else 1e-3)
+        assert np.abs(found - shifted.numpy()).min() > 1e-2  # the comparison can fail
+        assert losses.by_position[f"tokens@{name}"].tolist() == [stop - start] * 3
+    assert not quality.position_ranges(sequences_of(tmp_path / "long.txt", 512, 3))
+
+
+def test_ranges_of_positions_are_metrics_with_ratios(tmp_path):
+    (tmp_path / "long.txt").write_text(tiny.text(14_000))
+    folders = [
+        tiny.save(tiny.model(case, max_position_embeddings=1_024), tmp_path / case)
+        for case in ("llama-gqa", "llama-mha")
+    ]
+    data = {"": DataConfig(source=str(tmp_path / "long.txt"))}
+    data["other"] = data[""]
+    config = EvaluateConfig(**FAST | {"seq_len": 600})
+    report = evaluate(folders[0], data, config, against=folders[1])
+    names = [f"perplexity@{r}{d}" for d in ("", "[other]") for r in ("256-512", "512-600")]
+    values = {one.name: one for one in report.model.metrics}
+    assert [name for name in values if name.startswith("perplexity@")] == names
+    kinds = {one.name: one.kind for one in report.differences}
+    assert {kinds[name] for name in names} == {"ratio"}
+    assert values[names[0]].value == values[names[2]].value != values[names[1]].value
+    shown = [row[0] for row in report.rows()]
+    assert "perplexity at 256-512" in shown and "perplexity at 512-600 [other]" in shown
+    short = evaluate(folders[0], data, config.model_copy(update={"seq_len": 512}))
+    assert not any("@" in one.name for one in short.model.metrics)
 
 
 def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path):
@@ -332,6 +377,30 @@ def test_speeds_beside_the_original_have_their_range(text_file, tmp_path):
         (bounds,) = re.findall(r"^\d+\.\d{3} x \[(.+), (.+)\]$", str(cells[name]))
         assert 0 < float(bounds[0]) < float(bounds[1])
     assert "[" not in str(cells["query heads"])
+
+
+def test_speed_is_timed_after_prompts_of_stated_lengths(text_file, tmp_path):
+    folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    given = {"speed": True, "decode_batches": (2,), "speed_contexts": (24, 128)}
+    config, data = EvaluateConfig(**FAST | given), DataConfig(source=str(text_file))
+    report = evaluate(folder, data, config, against=folder)
+    # a prompt of all positions leaves room for what is decoded
+    assert [one.prompt_tokens for one in report.model.speed_at] == [24, 112]
+    _, table = evaluated(report)
+    assert table.columns[1:] == [
+        "prefill tokens/s",
+        *(f"decoded tokens/s, batch {n}" for n in (1, 2)),
+    ]
+    assert [row[0] for row in table.rows] == ["24 tokens", "112 tokens"]
+    assert all(
+        re.fullmatch(r"[\d,.]+ \(\d+\.\d\d x\)", cell) for row in table.rows for cell in row[1:]
+    )
+    assert Report.model_validate_json(report.model_dump_json()) == report
+    too_long = config.model_copy(update={"speed_contexts": (24, 129)})
+    with pytest.raises(
+        HeadpruneError, match="after 129 tokens, and a LlamaForCausalLM here has 128 positions"
+    ):
+        evaluate(folder, data, too_long)
 
 
 def test_models_of_other_dtypes_are_told_apart(text_file, tmp_path):

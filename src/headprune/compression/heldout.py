@@ -148,7 +148,7 @@ class HeldOut:
 
     def kept(self, net: PreTrainedModel, words: Sequence[Prompt]) -> float | None:
         """Return the share of such words that a model predicts; None if there are none."""
-        return float(answered(net, words, self.batch_size).mean()) if words else None
+        return float(answered(net, words, self.batch_size).hits.mean()) if words else None
 
     def _refuse_short(self, texts: Parts) -> None:
         for purpose, part in (("choose", texts.choose), ("report", texts.report)):

@@ -17,6 +17,7 @@ from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Context, Progress, continued
 from headprune.data.audio import Recordings, speech_of
 from headprune.data.images import Images, pixels_of
+from headprune.data.needles import Needle
 from headprune.data.text import Collate
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.comparison import Numbers
@@ -26,6 +27,7 @@ from headprune.evaluation.metrics import (
     Samples,
     interval_of,
     label,
+    plain,
     similarity_correlation,
     spec_of,
     within,
@@ -35,9 +37,8 @@ from headprune.evaluation.probes import (
     LAST_WORDS,
     NEEDLES,
     PASSAGE_WORDS,
-    Needle,
 )
-from headprune.evaluation.quality import Pass, TokenLosses
+from headprune.evaluation.quality import LOSSES, Pass
 from headprune.evaluation.report import (
     Difference,
     Metric,
@@ -46,7 +47,7 @@ from headprune.evaluation.report import (
     Report,
     Retrieval,
 )
-from headprune.evaluation.speed import Speed
+from headprune.evaluation.speed import PROMPT, Speed
 from headprune.evaluation.speed import measure as timed
 from headprune.evaluation.task_table import COSINES, TASKS
 from headprune.evaluation.tasks import task_scores
@@ -61,7 +62,7 @@ from headprune.model.residency import residency_of
 from headprune.schemas.manifest import utc_now
 from headprune.tensors.dtypes import dtype_name
 
-_BY_ROW = (*TokenLosses._fields, "cosines")  # columns that have a row per window
+_BY_ROW = (*LOSSES, "cosines")  # columns that have a row per window
 
 
 @dataclass(frozen=True)
@@ -138,14 +139,17 @@ def run(
         _add_fidelity(*measured)
         _add_passage_words(loaded, measured, config.batch_size, step(count))
     metrics = [one.metrics() for one in measured]  # before anything is timed
-    speeds: Sequence[Speed | None] = [None] * count
+    timings: list[list[Speed]] = []  # by prompt, then by model
     if config.speed and any(map(residency_of, loaded.nets)):
         why = "Speed is not measured of models that run layer by layer; --no-speed leaves it out."
         warnings.warn(why, HeadpruneWarning, stacklevel=2)
     elif config.speed and modality_of(loaded.nets[0]) == "text":
-        speeds = timed(loaded.nets, batches=config.decode_batches)
+        prompts = (PROMPT, *config.speed_contexts)
+        timings = [timed(loaded.nets, each, batches=config.decode_batches) for each in prompts]
     reports = [
-        _report(loaded, index, metrics[index], one.samples, speeds[index], config.memory)
+        _report(
+            loaded, index, metrics[index], one.samples, [t[index] for t in timings], config.memory
+        )
         for index, one in enumerate(measured)
     ]
     samples = tuple(one.samples for one in measured)
@@ -171,7 +175,8 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
         given = _columns(loaded, index, domain, config, result, step)
         columns |= {within(name, domain.name): column for name, column in given.items()}
         if domain.documents is not None:
-            documents |= {within(name, domain.name): domain.documents for name in _BY_ROW}
+            by_row = [name for name in given if plain(name) in _BY_ROW]
+            documents |= {within(name, domain.name): domain.documents for name in by_row}
         done += len(domain.rows) + len(domain.prompts)
         if domain.references:
             step = continued(progress, done, total)
@@ -219,11 +224,12 @@ def _columns(
 def _hits(
     net: PreTrainedModel, domain: LoadedDomain, size: int, progress: Progress
 ) -> dict[str, Floats]:
-    """Return the hits of a causal language model on the prompts of a domain."""
+    """Return the answers of a causal language model to the prompts of a domain."""
     later = continued(progress, len(domain.rows), len(domain.rows) + len(domain.prompts))
-    hits = answered(net, domain.prompts, size, later)
-    parts = zip((*LAST_WORDS, *NEEDLES), np.split(hits, [len(domain.last_words)]), strict=True)
-    return {name: column for name, column in parts if len(column)}
+    hits, nats = answered(net, domain.prompts, size, later)
+    of_words, count = hits[: len(domain.last_words)], len(domain.last_words)
+    columns = zip((*LAST_WORDS, *NEEDLES), (of_words, hits[count:], nats[count:]), strict=True)
+    return {name: column for name, column in columns if len(column)}
 
 
 def _add_fidelity(model: Measured, base: Measured) -> None:
@@ -266,7 +272,7 @@ def _add_passage_words(
             )
             continue
         with alone_on_device(model):
-            hits = answered(model, words, batch_size)
+            hits = answered(model, words, batch_size).hits
         for one, column in zip(measured, (hits, np.ones(len(words))), strict=True):
             columns = {within(*PASSAGE_WORDS, domain.name): column}
             one.samples = replace(one.samples, columns={**one.samples.columns, **columns})
@@ -277,11 +283,12 @@ def _report(
     index: int,
     metrics: tuple[Metric, ...],
     samples: Samples,
-    speed: Speed | None,
+    speeds: Sequence[Speed],
     memory: int | None,
 ) -> ModelReport:
     net = loaded.nets[index]
-    hits = samples.columns.get(*NEEDLES, np.zeros(0))
+    needles = loaded.domains[0].needles
+    found = [samples.columns[name] for name in NEEDLES] if needles else []
     return ModelReport(
         id=loaded.ids[index],
         name=loaded.names[index],
@@ -290,20 +297,24 @@ def _report(
         dtype=dtype_name(net.dtype),
         metrics=metrics,
         cost=model_cost(net, stated_context(*loaded.nets)),
-        speed=speed,
+        speed=next(iter(speeds), None),
+        speed_at=tuple(speeds[1:]),
         longest_context=None if memory is None else longest_context(net, memory),
-        needle=retrieved(loaded.domains[0].needles, hits) or None,
+        needle=retrieved(needles, *found) if needles else None,
     )
 
 
-def retrieved(needles: Sequence[Needle], hits: Floats) -> tuple[Retrieval, ...]:
-    """Return the share of retrieved needles, by context length and depth."""
-    cells: dict[tuple[int, float], list[float]] = {}
-    for needle, hit in zip(needles, hits.tolist(), strict=True):
-        cells.setdefault((len(needle.row.ids), needle.depth), []).append(hit)
+def retrieved(needles: Sequence[Needle], hits: Floats, nats: Floats) -> tuple[Retrieval, ...]:
+    """Return the share of retrieved needles and their loss, by context length and depth."""
+    cells: dict[tuple[int, float], list[int]] = {}
+    for number, needle in enumerate(needles):
+        cells.setdefault((len(needle.row.ids), needle.depth), []).append(number)
+    means = (
+        (cell, len(some), hits[some].mean(), nats[some].mean()) for cell, some in cells.items()
+    )
     return tuple(
-        Retrieval(tokens=tokens, depth=depth, accuracy=sum(hits) / len(hits), n=len(hits))
-        for (tokens, depth), hits in cells.items()
+        Retrieval(tokens=tokens, depth=depth, accuracy=float(share), nats=float(loss), n=n)
+        for (tokens, depth), n, share, loss in means
     )
 
 

@@ -20,13 +20,14 @@ from headprune.context import Allowed
 from headprune.data.audio import Recordings, read_recordings, recording_rows
 from headprune.data.batches import label_reader
 from headprune.data.images import Images, image_rows, read_images
+from headprune.data.needles import Needle, needles, window_of
 from headprune.data.passages import PassageWord, lines_of, passage_words, passages
 from headprune.data.read import Examples, read_examples
 from headprune.data.tokens import BYTES, around
 from headprune.evaluation import probes
 from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.metrics import METRICS, Samples, spec_of, within
-from headprune.evaluation.probes import NEEDLES, Needle
+from headprune.evaluation.probes import NEEDLES
 from headprune.evaluation.refusals import refuse_exported, refuse_other_tokenizer, refuse_unfit
 from headprune.evaluation.task_table import TASKS, Reading, Truth
 from headprune.evaluation.tasks import refuse_tasks
@@ -149,7 +150,10 @@ class Loaded:
                 del settings[optional]
         if not config.metrics:
             del settings["max_new_tokens"]
-        if not settings["needle"]:
+        if contexts := self.domains[0].needles:
+            used["needle_lengths"] = sorted({len(one.row.ids) for one in contexts})
+            used["needle_window"] = (window := window_of(*self.nets)) and window._asdict()
+        else:
             settings = {n: value for n, value in settings.items() if not n.startswith("needle")}
         return {**settings, **used}
 
@@ -260,19 +264,19 @@ def _domain(
     rows, documents = TASKS[task_of(nets[0])].rows(how, examples)
     words: tuple[Prompt, ...] = ()
     of_passage: tuple[PassageWord, ...] = ()
-    needles: tuple[Needle, ...] = ()
+    hidden: tuple[Needle, ...] = ()
     if task_of(nets[0]) == "causal-lm":
         limits = [most_tokens(net, tokenizer) for net in nets]  # all read the same passages
         most = min((limit for limit in limits if limit is not None), default=None)
+        if config.needle and not name:
+            limits_of = (most, vocabulary_of(nets[0]), window_of(*nets))
+            hidden = needles(examples, tokenizer, probes.SECRETS, config, *limits_of)
         if config.last_words:
             given = passages(lines_of(examples), config.last_words)
             words = probes.last_words(given, tokenizer, most)
         if config.passage_words and len(nets) == 2:
             of_passage = passage_words(examples, config.passage_words, tokenizer, most)
-    if config.needle and not name:
-        most, known = most_tokens(nets[0], tokenizer), vocabulary_of(nets[0])
-        needles = probes.needles(examples, tokenizer, most, config, config.seed, known)
     references = tuple(references_of(examples.spread(config.max_windows)) if config.metrics else ())
     return LoadedDomain(
-        name, data, examples, rows, documents, words, of_passage, needles, references
+        name, data, examples, rows, documents, words, of_passage, hidden, references
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress, repeat
+from itertools import compress, pairwise, repeat
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -25,19 +25,42 @@ from headprune.data.sequences import refuse_empty
 from headprune.data.text import Collate, lengths
 from headprune.data.tokens import BYTES, around
 from headprune.errors import DataError
+from headprune.evaluation.metrics import Floats, in_k
 from headprune.model.batch import Batch, own_padding_id, padded, padding_id, without_labels
 from headprune.model.embedding import embedding
 from headprune.model.placement import input_device, on_device
 
-Floats = NDArray[np.float64]
+LOSSES = ("nll_nats", "tokens", "utf8_bytes")
+_FIRST_RANGE = 256  # position
 
 
 class TokenLosses(NamedTuple):
-    """Per sequence: summed loss, scored tokens, and bytes of their text."""
+    """Per sequence: summed loss, scored tokens, and bytes of their text.
+
+    ``by_position`` has the first two of every range of positions, as columns (``tokens@512-1k``).
+    """
 
     nll_nats: Floats
     tokens: Floats
     utf8_bytes: Floats
+    by_position: Mapping[str, Floats]
+
+    def columns(self) -> dict[str, Floats]:
+        """Return all of them by name."""
+        return {**dict(zip(LOSSES, self[:3], strict=True)), **self.by_position}
+
+
+def position_ranges(rows: Dataset) -> dict[str, range]:
+    """Return ranges of positions by name (``512-1k``), each as long as all before it.
+
+    They begin at 256; the last one ends with the sequence. Sequences of up to 512 tokens have none,
+    nor have chats.
+    """
+    length = 0 if "labels" in rows.column_names else len(rows[0]["input_ids"])
+    if length <= 2 * _FIRST_RANGE:
+        return {}
+    edges = [_FIRST_RANGE << n for n in range(length.bit_length()) if _FIRST_RANGE << n < length]
+    return {f"{in_k(a)}-{in_k(b)}": range(a, b) for a, b in pairwise([*edges, length])}
 
 
 @dataclass(frozen=True)
@@ -113,7 +136,7 @@ def causal_losses(run: Pass) -> TokenLosses:
             scores.add(run.net(**batch, use_cache=False).logits[:, :-1], labels[:, 1:])
         return scores.losses()
     given = max(1, len(around(run.tokenizer).before))
-    scores = _Scores(run.rows, given)
+    scores = _Scores(run.rows, given, position_ranges(run.rows))
     for ids in run.windows():
         logits = run.net(input_ids=ids.to(input_device(run.net)), use_cache=False).logits
         scores.add(logits[:, given - 1 : -1], ids[:, given:])
@@ -195,20 +218,23 @@ class _Scores:
     Args:
         rows: The sequences, perhaps with the bytes of their tokens.
         given: Tokens before the scored ones.
+        ranges: Positions to sum apart, by name; all labels there are scored.
     """
 
-    def __init__(self, rows: Dataset, given: int = 0) -> None:
+    def __init__(self, rows: Dataset, given: int = 0, ranges: Mapping[str, range] = {}) -> None:
         sizes = rows[BYTES] if BYTES in rows.column_names else repeat(())
         self.sizes = (row[given:] for row in sizes)
-        self.nll: list[Tensor] = []
+        self.parts = {name: slice(r.start - given, r.stop - given) for name, r in ranges.items()}
+        self.nll: list[Tensor] = []  # of sequences, and of their parts
         self.counts: list[tuple[int, float]] = []  # tokens and bytes of every sequence
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Add sequences; a label of -100 is not scored."""
         rows = zip(logits, labels.to(logits.device), strict=True)
         # row by row: only one row of logits is in float32 at a time
-        nll = [F.cross_entropy(row.float(), to, reduction="sum").double() for row, to in rows]
-        self.nll.append(torch.stack(nll).cpu())
+        nll = [F.cross_entropy(row.float(), to, reduction="none").double() for row, to in rows]
+        parts = [slice(None), *self.parts.values()]
+        self.nll.append(torch.stack([row[part].sum() for row in nll for part in parts]).cpu())
         for row, sizes in zip((labels != -100).tolist(), self.sizes, strict=False):
             self.counts.append((sum(row), sum(compress(sizes, row))))
 
@@ -225,8 +251,13 @@ class _Scores:
                 "ordinary one, and a predicted one needs others before it. Give other text, or a "
                 "larger --seq-len."
             )
-        nll = _finite(torch.cat(self.nll), "loss of window").numpy()
-        return TokenLosses(nll, tokens, utf8_bytes)
+        losses = torch.cat(self.nll).view(len(tokens), -1)
+        nll, *by_part = _finite(losses, "loss of window").numpy().T
+        columns: dict[str, Floats] = {}
+        for (name, part), of_part in zip(self.parts.items(), by_part, strict=True):
+            columns[f"nll_nats@{name}"] = of_part
+            columns[f"tokens@{name}"] = np.full(len(of_part), float(part.stop - part.start))
+        return TokenLosses(nll, tokens, utf8_bytes, columns)
 
 
 def _finite(values: Tensor, subject: str) -> Tensor:

@@ -16,6 +16,7 @@ from headprune.data.images import Images
 from headprune.data.read import Examples
 from headprune.data.tokens import around
 from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.evaluation.speed import refuse_long_prompts
 from headprune.evaluation.tagged import refuse_missing_seqeval
 from headprune.evaluation.task_table import TASKS, are_pairs
 from headprune.formats.format import is_exported, read_export
@@ -55,6 +56,7 @@ def refuse_unfit(
                 f"{option} is for models that generate, and this one is a {kind}. Leave it out, "
                 "with the limits on it."
             )
+    refuse_long_prompts(nets, config.speed_contexts)
     if data.loss is Loss.ANSWERS and (task != "causal-lm" or config.metrics):
         raise HeadpruneError(
             f"loss=answers is of a language model's chats, without --metric; this is a {kind}."

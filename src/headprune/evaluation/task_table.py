@@ -34,7 +34,7 @@ from headprune.evaluation import quality
 from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.metrics import Floats
 from headprune.evaluation.probes import LAST_WORDS, NEEDLES, PASSAGE_WORDS
-from headprune.evaluation.quality import Pass, TokenLosses
+from headprune.evaluation.quality import LOSSES, Pass, TokenLosses, position_ranges
 from headprune.evaluation.tagged import ENTITIES, TAGS, names_entities, tag_columns
 from headprune.model.batch import Task, most_tokens
 from headprune.model.embedding import prompt_of
@@ -225,24 +225,28 @@ TASKS: dict[Task, TaskRow[Any]] = {
     "causal-lm": TaskRow[TokenLosses](
         rows=_windows,
         outputs=quality.causal_losses,
-        columns=lambda losses, _: losses._asdict(),
-        names=lambda _: (*TokenLosses._fields, *LAST_WORDS, *PASSAGE_WORDS, *NEEDLES),
+        columns=lambda losses, _: losses.columns(),
+        names=lambda truth: (
+            *LOSSES,
+            *(f"{n}@{part}" for part in position_ranges(truth.rows) for n in LOSSES[:2]),
+            *(*LAST_WORDS, *PASSAGE_WORDS, *NEEDLES),
+        ),
         measure=_PERPLEXITY,
         closed=False,
     ),
     "masked-lm": TaskRow[TokenLosses](
         rows=partial(_windows, closed=True),
         outputs=quality.masked_losses,
-        columns=lambda losses, _: losses._asdict(),
-        names=lambda _: TokenLosses._fields,
+        columns=lambda losses, _: losses.columns(),
+        names=lambda _: LOSSES,
         measure=_PERPLEXITY,
         closed=True,
     ),
     "seq2seq-lm": TaskRow[TokenLosses](
         rows=_pairs,
         outputs=quality.translation_losses,
-        columns=lambda losses, _: losses._asdict(),
-        names=lambda _: TokenLosses._fields,
+        columns=lambda losses, _: losses.columns(),
+        names=lambda _: LOSSES,
         measure=_PERPLEXITY,
     ),
     "classification": TaskRow[Floats](
