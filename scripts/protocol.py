@@ -71,11 +71,13 @@ from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import tokenized_rows
 from headprune.data.text import evenly
 from headprune.evaluation.metrics import similarity_correlation
-from headprune.evaluation.quality import Pass, causal_losses, embeddings
+from headprune.evaluation.probes import SECRETS
+from headprune.evaluation.quality import LOSSES, Pass, causal_losses, embeddings, position_ranges
 from headprune.evaluation.tasks import task_scores
 from headprune.evidence.recall import passage_dependent_words
 from headprune.model.answers import answered
 from headprune.model.attention import attention_of
+from headprune.model.cost import KVCache
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import load_tokenizer
 from rivals import CUTTERS, by_scores

@@ -69,7 +69,8 @@ class AttentionCall:
 
     def outputs(self, mask: Tensor | None) -> Tensor:
         """Return the outputs of the heads by the model's own function, shape (batch, length, heads,
-        head_dim)."""
+        head_dim).
+        """
         function, _ = own_attention(self.module)
         outputs: Tensor = function(
             self.module, self.query, self.key, self.value, mask, **self.arguments
@@ -86,7 +87,7 @@ class AttentionCall:
         seen = torch.where(narrow, near, every)
         return self.outputs(mask_of(seen, own_attention(self.module)[1], self.query.dtype))
 
-    def seen(self, window: tuple[int, int]) -> tuple[Bool[Tensor, "..."], Bool[Tensor, "..."]]:
+    def seen(self, window: tuple[int, int]) -> tuple[Bool[Tensor, ...], Bool[Tensor, ...]]:
         """Return which keys every query sees without and with a window.
 
         Shape (1 or batch, 1, length, source length).
