@@ -52,7 +52,7 @@ def score(
     output: o.Output,
     *,
     form: Annotated[
-        Literal["removed", "window"], o.option("What heads may become: scores say what it costs.")
+        Literal["removed", "window"], o.option("Score heads for their removal, or for a window.")
     ] = "removed",
     criterion: Annotated[
         str | Sequence[str],
@@ -93,6 +93,7 @@ def score(
     from headprune.proof.twins import refuse_unproven
 
     given = {name: value for name, value in locals().items() if value is not None}
-    config = build(WindowConfig if form == "window" else ScoreConfig, given)
+    windows = form == "window"
+    config = build(WindowConfig, given) if windows else build(ScoreConfig, given)
     source = o.data_at(data, text_column, label_column)
     return score(model, Path(output), config, source, overwrite, context, refuse=refuse_unproven)

@@ -1,10 +1,10 @@
-"""Text whose end asks for what was said far back.
+"""Text with questions at its end about facts far back in it.
 
     ... The access code of the museum is 48213. ... The owner of the bakery is called Clara Keller.
     ... [more text than a window] The access code of the museum is -> 48213
 
 A number, a name and a few words of the text are said once each, early; the labels are the answers.
-DuoAttention (Xiao et al. 2024, arXiv 2410.10819) chooses heads by passkeys that are hidden so.
+DuoAttention (Xiao et al. 2024, arXiv 2410.10819) chooses heads by passkeys in this way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headprune.model.answers import Prompt
 _PLACES = ("museum", "bakery", "harbour", "library", "station", "theatre", "hospital", "factory")
 _FIRST = ("Clara", "Peter", "Maria", "Thomas", "Julia", "Daniel", "Emma", "Victor")
 _LAST = ("Jensen", "Moore", "Keller", "Rossi", "Hughes", "Novak", "Baker", "Lopez")
-_WORDS = 12  # tokens of text that are said again
+_WORDS = 12  # tokens of text to say again
 _LEAST_TEXT = 16  # tokens of text before the last fact
 
 Fact = tuple[list[int], Prompt]  # a sentence in tokens, and its beginning as a prompt for its end

@@ -1,4 +1,4 @@
-"""How much every KV head, or layer, loses by a window: one forward and one backward pass.
+"""Scores of windows: KV heads or layers by their loss, in one forward and one backward pass.
 
 With a share ``a`` of full attention in the output of a head,
 
@@ -37,7 +37,7 @@ from headprune.errors import DataError, PlanError
 from headprune.evidence.losses import example_losses
 from headprune.evidence.statistics import first_not_finite
 from headprune.model.attention import attention_of, family_of
-from headprune.model.batch import Batch, most_tokens, task_of
+from headprune.model.batch import Batch, most_tokens, padded, task_of
 from headprune.model.cost import KVCache
 from headprune.model.gating import frozen
 from headprune.model.open import Model
@@ -50,7 +50,7 @@ from headprune.schemas.scores import Scores, ScoresMetadata
 from headprune.tensors.units import Unit, members
 
 CRITERION = "window"
-BLOCK = 512  # tokens whose slopes are summed before they are squared
+BLOCK = 32  # tokens: their slopes are summed, and the sum is squared
 FAR = 1.0  # weight of far answers beside text
 _WINDOW, _CONTEXT = 1_024, 8_192  # at most, where none is given
 _SEQUENCE = 4  # windows in a sequence
@@ -110,7 +110,7 @@ def window_scores(
 
 
 def candidates(net: PreTrainedModel) -> list[Attention]:
-    """Return the modules whose KV heads may get a window: those that cache the whole past.
+    """Return the modules whose KV heads may get a window, as they cache the whole past.
 
     Raises:
         PlanError: If there is none.
@@ -180,10 +180,7 @@ def _text(model: Model, config: WindowConfig, window: Window, data: DataConfig) 
 def _far_batches(model: Model, text: Sequences, window: Window, seed: int) -> list[Batch]:
     first, ids = len(around(model.tokenizer).before), text.rows["input_ids"]
     rows = far_rows(ids, model.tokenizer, (window.size, window.sinks), first, seed)
-    return [
-        {name: torch.tensor([column]) for name, column in row.items()} | {"use_cache": False}
-        for row in rows
-    ]
+    return [{**padded([row], 0), "use_cache": False} for row in rows]
 
 
 def slopes(
@@ -269,14 +266,11 @@ def windowed_outputs(
             i = torch.arange(start, stop, device=call.query.device)[:, None]
             j = torch.arange(low, stop, device=call.query.device)
             near = F.pad((j <= i) & (i - j < size), (sinks, 0), value=True)
-            part = replace(
-                call,
-                query=call.query[:, :, start:stop],
-                **{
-                    name: torch.cat([states[:, :, :sinks], states[:, :, low:stop]], 2)
-                    for name, states in (("key", call.key), ("value", call.value))
-                },
+            key, value = (
+                torch.cat([states[:, :, :sinks], states[:, :, low:stop]], 2)
+                for states in (call.key, call.value)
             )
+            part = replace(call, query=call.query[:, :, start:stop], key=key, value=value)
             eager = own_attention(call.module)[1]
             parts.append(part.outputs(mask_of(near[None, None], eager, call.query.dtype)))
         return torch.cat(parts, 1)
