@@ -78,8 +78,7 @@ def done(step: LineageStep) -> str:
     if isinstance(work, Windowing):
         total = sum(len(heads.kv_heads) for heads in step.layout.values())
         return (
-            f"{work.heads} of {total} KV heads see {work.window} only, chosen by "
-            f"{chosen_by(work.evidence)}"
+            f"a window for {work.heads} of {total} KV heads, chosen by {chosen_by(work.evidence)}"
         )
     before, after = step.query_heads
     refit = f", W_O refitted on {short_name(step.refit.data)}" if step.refit is not None else ""
@@ -127,19 +126,19 @@ def sizes(steps: Sequence[LineageStep]) -> Table:
 
 def windows(manifest: Manifest) -> list[Block]:
     """Return what windows lose, in a sentence; nothing without any."""
-    words = window_words(manifest.layout.values(), manifest.window)
-    return [Paragraph(words)] if words else []
+    if manifest.window is None:
+        return []
+    heads = manifest.layout.values()
+    counts = sum(len(one.near) for one in heads), sum(len(one.kv_heads) for one in heads)
+    return [window_words(*counts, manifest.window)]
 
 
-def window_words(layout: Iterable[Heads], window: Window | None) -> str:
-    """Return what windows lose, in a sentence; empty without any."""
-    if window is None:
-        return ""
-    kv_heads, near = zip(*((len(one.kv_heads), len(one.near)) for one in layout), strict=True)
-    others = "the others alone recall it" if sum(near) < sum(kv_heads) else "no head recalls it"
-    return (
-        f"{sum(near)} of {sum(kv_heads)} KV heads see only {window}: what a text says between "
-        f"these is lost to them, and {others}."
+def window_words(near: int, kv_heads: int, window: Window) -> Paragraph:
+    """Return what a number of KV heads with a window lose."""
+    others = "only the others" if near < kv_heads else "no head"
+    return Paragraph(
+        f"{near} of {kv_heads} KV heads see only {window}: what lies between is lost to them, and "
+        f"{others} can recall it."
     )
 
 

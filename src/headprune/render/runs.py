@@ -121,8 +121,7 @@ class _Parts:
         scores = self._scores(manifest, place)
         drawn = _map_of_result(chain, gates, scores)
         run = ReportedRun(tip.path, manifest, records.what(manifest), drawn)
-        if lost := records.window_words(manifest.layout.values(), manifest.window):
-            run.summary += f" {lost}"
+        run.summary += "".join(f" {lost.words}" for lost in records.windows(manifest))
         run.evaluations = self._evaluations(manifest)
         run.checks = [check for check in self.checks if check.measured == manifest.id]
         self.used |= {part.id for part in (*run.evaluations, *run.checks)}
