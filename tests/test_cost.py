@@ -16,9 +16,10 @@ from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
 from tests.cutting import uneven_plan
 from tests.marks import slow_unless
-from tests.test_cli import run, succeeds
+from tests.test_cli import succeeds
 from tests.test_generation import GENERATING, WINDOWED
 from tests.test_recognition import PRESENT, build
+from tests.test_windows import plan_of
 
 WINDOW = tiny.SIZES["sliding_window"]
 LENGTHS = (WINDOW - 2, WINDOW, 20)
@@ -107,8 +108,6 @@ def test_a_context_is_said_wherever_there_are_windows(case, tmp_path, capsys):
     context = 1 if case == "llama-gqa" else model.config.max_position_embeddings
     said = "per token" if context == 1 else f"at {context} tokens"
     live = sum(live_bytes(model, context)) if context > 1 else sum(live_bytes(model, 2)) // 2
-    shown = " ".join(run(capsys, "inspect", folder)[1].split())
-    assert f"bytes {said}: {live:,} in float32" in shown and f"KV bytes saved {said}" in shown
     options = ("--config", "seq_len=16", "--config", "speed=false", "--json")
     out = succeeds(capsys, "evaluate", folder, "--data", tmp_path / "t.txt", *options)
     cost = json.loads(out)["model"]["cost"]
@@ -158,9 +157,38 @@ def test_inspect_says_what_the_cache_measures(tmp_path):
     with torch.no_grad():
         cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
     live = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 3
-    assert report.kv_cache_bytes["float32"] == live
+    positions = model.config.max_position_embeddings
+    assert report.caches[0].bytes == {positions: positions * live}
     assert "head_dim 10 is under the usual 64 and 128" in report.notes[0]
     assert "quantise it in the engine first" in report.notes[1]
     encoder = inspect(tiny.save(tiny.model("bert-mlm"), tmp_path / "encoder"))
     assert not any("quantise" in note for note in encoder.notes)  # no cache
     assert report.attention_parameters == sum(a.parameters for a in report.attentions)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "gemma3_text-sliding_first", "mistral", "gptj"])
+def test_offers_are_what_a_cut_leaves(case, tmp_path, monkeypatch, capsys):
+    """Of heads with a window, the cache of a model that has them."""
+    monkeypatch.setattr("headprune.model.inspection.CONTEXTS", (32, 64, 1_000))
+    model = tiny.model(case)
+    report = inspect(tiny.save(model, tmp_path / "model"))
+    assert [*report.caches[0].bytes] == [32, 64]  # it has no more positions
+    whole, rest = report.caches[0].bytes, report.caches[1:]
+    assert whole == {n: 4 * KVCache.of(model).elements(n) for n in (32, 64)}
+    fewer = [{n: round(share * size) for n, size in whole.items()} for share in (0.5, 0.25)]
+    assert [one.bytes for one in rest[:2]] == fewer
+    if case in ("mistral", "gptj"):  # windows in all layers; no interface of attention
+        assert len(rest) == 2 and report.offered_window is None
+        return
+    window, paths = report.offered_window, [a.path for a in attention_of(model)]
+    every = plan_of(model, [(0, 1, 2)] * len(paths), window.size, window.sinks)
+    cut_heads(model, resolve(every, model))
+    near = KVCache.of(model)
+    assert [one.windowed for one in rest[2:]] == [0.5, 0.75]
+    for one in rest[2:]:
+        for n, size in one.bytes.items():
+            saved = whole[n] - 4 * near.elements(n)
+            assert size == whole[n] - one.windowed * saved
+            assert (size < whole[n]) is (n > window.size + window.sinks)
+    shown = succeeds(capsys, "inspect", tmp_path / "model")
+    assert f"{rest[-1].bytes[64]:,}" in shown and f"the latest {window.size} tokens" in shown

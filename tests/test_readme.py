@@ -71,6 +71,11 @@ def run(name, monkeypatch):
             shrunk += ["--config", "seq_len=16", "--config", "calibration_tokens=256"]
         if "evaluate" in shrunk:
             shrunk += ["--seq-len", "16"]
+        if "window" in shrunk or ("convert-swa" in shrunk and "--scores" not in shrunk):
+            shrunk += ["--window", "8"]
+        if "convert-swa" in shrunk and "--scores" not in shrunk:
+            shrunk = [{"120000000": "100000", "8192": "128"}.get(word, word) for word in shrunk]
+            shrunk += ["--seq-len", "32", "--calibration-tokens", "512"]
         shrunk = ["needle_lengths=64,100" if "needle_lengths" in w else w for w in shrunk]
         if "--keep-roles" in shrunk:  # which no head of a tiny model has
             at = shrunk.index("--keep-roles")
@@ -180,12 +185,13 @@ def test_the_python_example_runs(stand_ins):
 def test_the_notebook_runs(stand_ins):
     notebook = json.loads((ROOT / "docs/notebooks/start.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
-    assert len(cells) == 6 and not any(c.get("outputs") for c in notebook["cells"])
+    assert len(cells) == 7 and not any(c.get("outputs") for c in notebook["cells"])
     code = "\n".join(cells)
     for small in ("data=train)", "refit=train)"):
         code = code.replace(small, f"{small[:-1]}, seq_len=16, calibration_tokens=256)", 1)
     code = code.replace("speed=False)", "speed=False, seq_len=16)")
-    assert code.count("seq_len=16") == 3
+    code = code.replace("data=train).manifest", "data=train, window=8, seq_len=16).manifest")
+    assert code.count("seq_len=16") == 4
     scope = {}
     exec(compile(code, "start.ipynb", "exec"), scope)
     assert scope["result"].manifest.query_heads[1] < scope["result"].manifest.query_heads[0]

@@ -26,6 +26,7 @@ from headprune.errors import CheckpointError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.report import Report
 from headprune.gates.train_gates import train_gates
+from headprune.model.cost import model_cost
 from headprune.planning.choose import CutRequest
 from headprune.regression.check import check
 from headprune.render.charts import quality_charts
@@ -33,6 +34,7 @@ from headprune.render.report import comparison, report
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune
 from headprune.schemas.gates import read_gates, read_metadata, write_gates
+from headprune.schemas.manifest import read_manifest
 from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
 from tests import tiny
 from tests.test_cli import run as command
@@ -235,6 +237,81 @@ def test_heads_that_went_before_stay_known(place, tmp_path):
     assert all(states[head] == "removed" for head in group)
     assert all(states[head] == "kept" for head in left[2:])
     assert all(states[head] == "earlier" for head in set(states) - set(left))
+
+
+@pytest.fixture(scope="module")
+def windowed(place):
+    """A merged model that lost two heads, and has windows in two layers; and the same, healed."""
+    base, home = place / "mqa" / "merged", place / "windowed"
+    plan = json.loads((base / "plan.json").read_text()) | {"window": {"size": 8, "sinks": 2}}
+    for layer, (path, part) in enumerate(plan["attentions"].items()):
+        near = [0] if layer > 1 else []
+        keep = [2, 3, 4, 5] if layer == 0 else part["keep"]
+        plan["attentions"][path] = {"query_heads": 6, "kv_heads": 1, "keep": keep, "window": near}
+    home.mkdir()
+    (home / "plan.json").write_text(json.dumps({**plan, "model": None}))
+    result = prune(base, home / "cut", CutRequest(plan=home / "plan.json"))
+    assert not result.warnings
+    data = DataConfig(source=str(place / "text.txt"))
+    healing = HealConfig(steps=1, batch_size=2, seq_len=32)
+    heal(str(home / "cut"), str(place / "base"), data, home / "healed", healing)
+    return home
+
+
+LOST = "2 of 4 KV heads see only the latest 8 tokens and the first 2: what lies between is lost"
+
+
+def test_every_form_has_its_mark(browser, windowed, place, page):
+    runs = report([windowed, place / "mqa" / "merged"], windowed / "page.html", True).runs
+    (run,) = (run for run in runs if run.path.name == "healed")
+    states = [[cell.state for cell in layer.cells] for layer in run.head_map.layers]
+    assert states[:2] == [["removed"] * 2 + ["merged"] * 4, ["merged"] * 6]
+    assert states[2:] == [["window"] * 6] * 2
+    assert LOST in run.summary and run.head_map.counts == (22, 24)
+    browser.open(report([windowed / "healed", windowed / "cut"], windowed / "a.html").output)
+    shapes = {
+        cell.get_attribute("class"): browser.driver.execute_script(
+            "const s = getComputedStyle(arguments[0]); return [s.width, s.rx, s.stroke]", cell
+        )
+        for cell in browser.all(".heads rect")
+    }
+    assert len({tuple(shape) for shape in shapes.values()}) == len(shapes) == 3
+    legend = [one.text.strip() for one in browser.all(".key span")]
+    assert legend == ["stays", "stays, sees a window", "removed"]
+    last = browser.all(".heads rect")[-1]
+    ActionChains(browser.driver).move_to_element(last).perform()
+    told = browser.find(".told").text
+    assert told.startswith(
+        "model.layers.3.self_attn, head 5: stays, sees a window; sees the latest"
+    )
+    browser.open(page)  # nothing has a window there
+    assert [one.text.strip() for one in browser.all(".key span")][:2] == ["stays", "removed"]
+
+
+@pytest.mark.parametrize("name", ["cut", "healed"])
+def test_what_windows_lose_is_said_at_every_step(name, windowed, capsys):
+    manifest, net = read_manifest(windowed / name), headprune.from_pretrained(windowed / name)
+    tokens, (_, bytes_after) = manifest.kv_cache_tokens, manifest.kv_cache_bytes
+    assert bytes_after == model_cost(net, tokens).kv_cache_bytes < manifest.kv_cache_bytes[0] or (
+        name == "healed"
+    )
+    card = (windowed / name / "README.md").read_text()
+    row = f"| KV cache bytes at {tokens} tokens (float32) | "
+    before = model_cost(tiny.model("llama-gqa"), tokens).kv_cache_bytes
+    assert LOST in card and f"{row}{before:,} | {bytes_after:,} |" in card
+    assert "◧ sees a window" in card and "  ◧◧◧◧◧◧\n" in card and "▣ shares" not in card
+    shown = " ".join(command(capsys, "inspect", windowed / name)[1].split())
+    assert LOST in shown and f"{bytes_after:,}" in shown and "50% with a window" not in shown
+    inspected = json.loads(command(capsys, "inspect", windowed / name, "--json")[1])
+    assert [a["window_heads"] for a in inspected["attentions"]] == [0, 0, 1, 1]
+    assert inspected["window"] == {"size": 8, "sinks": 2}
+
+
+def test_a_card_without_windows_says_nothing_of_them(place):
+    card = (place / "cut" / "small" / "README.md").read_text()
+    assert "window" not in card.replace("windows)", "") and "■ stays, · is gone" in card
+    merged = (place / "mqa" / "merged" / "README.md").read_text()
+    assert "▣ shares merged keys and values" in merged and "■" not in merged
 
 
 def test_scores_are_told(place, tmp_path):

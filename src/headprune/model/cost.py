@@ -112,6 +112,11 @@ def stated_context(*models: PreTrainedModel) -> int:
     caches = [KVCache.of(model) for model in models]
     if not any(cache.windows or cache.near for cache in caches):
         return 1
+    return usual_context(*models)
+
+
+def usual_context(*models: PreTrainedModel) -> int:
+    """Return ``CONTEXT``, or as many tokens as all models have positions."""
     return min([CONTEXT, *filter(None, map(most_tokens, models))])
 
 

@@ -13,16 +13,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headprune.context import Allowed
 from headprune.model import cost
 from headprune.model.attention import attention_of, family_of, layer_of
-from headprune.model.batch import task_of
+from headprune.model.batch import most_tokens, task_of
 from headprune.model.loading import from_pretrained, load_config
 from headprune.model.refusals import PACKED, quantised_by
 from headprune.model.units import default_unit, unit_sizes
-from headprune.runtime.modeling_headprune import Attention
+from headprune.runtime.modeling_headprune import Attention, no_windows
+from headprune.schemas.records import Window
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
 # kernels and quantisers are tuned for these widths; narrower heads waste lanes
 USUAL_HEAD_DIMS = (64, 128)
+CONTEXTS = (2_048, 8_192, 32_768, 131_072)  # tokens, of KV caches
 _QUANTISE_FIRST = (
     "For a smaller KV cache, quantise it in the engine first: 8 bits cost SmolLM2-135M no "
     "perplexity in llama.cpp, and 4 bits 4 %."
@@ -41,6 +43,7 @@ class AttentionReport(_InspectionPart):
         kind: "self", "encoder", "decoder", "cross", "text" or "vision".
         query_heads: Query heads.
         kv_heads: KV heads.
+        window_heads: KV heads of these that see a window only.
         head_dim: Width of a head.
         parameters: Parameters of its projections.
     """
@@ -49,6 +52,7 @@ class AttentionReport(_InspectionPart):
     kind: str
     query_heads: int
     kv_heads: int
+    window_heads: int
     head_dim: int
     parameters: int
 
@@ -59,12 +63,24 @@ class Saving(_InspectionPart):
     Attributes:
         heads_removed: The fraction.
         parameters: Parameters saved.
-        kv_cache_bytes: KV cache saved, in the model's dtype.
     """
 
     heads_removed: float
     parameters: int
-    kv_cache_bytes: int
+
+
+class CacheSize(_InspectionPart):
+    """The KV cache of one sequence, of the model or an offer.
+
+    Attributes:
+        kv_heads: Share of the KV heads that stay.
+        windowed: Share of them that see a window.
+        bytes: Bytes in the model's dtype, by the tokens of a context.
+    """
+
+    kv_heads: float = 1.0
+    windowed: float = 0.0
+    bytes: dict[int, int]
 
 
 class LatentPrice(_InspectionPart):
@@ -98,9 +114,9 @@ class Inspection(_InspectionPart):
         attentions: Its attention modules.
         parameters: All parameters.
         attention_parameters: Parameters of the attention projections.
-        kv_cache_bytes: KV cache of ``kv_cache_tokens``, by the element type of the cache; empty
-            for models that generate nothing.
-        kv_cache_tokens: The context: 1, or with windows up to 8,192.
+        window: What its window heads see; None without any.
+        caches: KV caches of the model and of its offers; empty for models that generate nothing.
+        offered_window: What window heads of offers see; None where it can have none, or has some.
         savings: Savings of cuts of several sizes.
         notes: Remarks to read before a cut.
         joint_ranks: Per module, the rank of [K without rotation; V] that holds 99 % of its weighted
@@ -118,8 +134,9 @@ class Inspection(_InspectionPart):
     attentions: tuple[AttentionReport, ...]
     parameters: int
     attention_parameters: int
-    kv_cache_bytes: dict[str, int]
-    kv_cache_tokens: int
+    window: Window | None
+    caches: tuple[CacheSize, ...]
+    offered_window: Window | None
     savings: tuple[Saving, ...]
     notes: tuple[str, ...]
     joint_ranks: dict[str, int] = {}
@@ -144,10 +161,10 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
         weights=False,
     )
     attentions, sizes = attention_of(net), cost.model_cost(net)
-    unit, elements = default_unit(attentions), sizes.kv_cache_bytes // net.dtype.itemsize
-    widths = cost.BYTES_PER_ELEMENT if elements else {}
-    family = family_of(net.config)
-    cache_of_heads = 0 if family.cached_width else sizes.kv_cache_bytes
+    unit, family = default_unit(attentions), family_of(net.config)
+    windows = [Window(size=a.window[0], sinks=a.window[1]) for a in attentions if a.window]
+    window = windows[0] if windows else None
+    caches, offered = _caches(net, attentions, window)
     return Inspection(
         family=family.model_type,
         architecture=type(net).__name__,
@@ -161,6 +178,7 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
                 kind=a.kind,
                 query_heads=a.query_heads,
                 kv_heads=cost.kv_heads_of(net, a),
+                window_heads=a.window_heads,
                 head_dim=a.head_dim,
                 parameters=cost.attention_parameters(a),
             )
@@ -168,22 +186,50 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
         ),
         parameters=sizes.parameters,
         attention_parameters=sizes.attention_parameters,
-        kv_cache_bytes={name: elements * width for name, width in widths.items()},
-        kv_cache_tokens=sizes.kv_cache_tokens,
+        window=window,
+        caches=caches,
+        offered_window=offered,
         savings=tuple(
             Saving(
                 heads_removed=fraction,
                 parameters=round(fraction * sum(map(cost.parameters_of_heads, attentions))),
-                kv_cache_bytes=round(fraction * cache_of_heads),
             )
             for fraction in (0.25, 0.5, 0.75)
         ),
         notes=(
             *_notes(config, {a.head_dim for a in attentions}, _without_heads(net, attentions)),
             *[f"{family.model_type}: {family.fewer_kv_heads}."] * bool(family.cached_width),
-            *[_QUANTISE_FIRST] * bool(elements),
+            *[_QUANTISE_FIRST] * bool(caches),
         ),
     )
+
+
+def _caches(
+    net: PreTrainedModel, attentions: Sequence[Attention], window: Window | None
+) -> tuple[tuple[CacheSize, ...], Window | None]:
+    """Return the caches of a model and of its offers, and the window of these."""
+    cache, family = cost.KVCache.of(net), family_of(net.config)
+    if not cache.per_token:
+        return (), None
+    most, size = most_tokens(net) or CONTEXTS[-1], net.dtype.itemsize
+    contexts = [context for context in CONTEXTS if context <= most] or [most]
+    whole = {tokens: cache.elements(tokens) * size for tokens in contexts}
+    caches, offered = [CacheSize(bytes=whole)], None
+    if window is None and not family.cached_width:
+        for share in (0.5, 0.25):
+            fewer = {tokens: round(share * count) for tokens, count in whole.items()}
+            caches.append(CacheSize(kv_heads=share, bytes=fewer))
+    row, interface = family.for_runtime(), net.is_backend_compatible()
+    free = [a for a in attentions if a.path in cache.per_token and a.path not in cache.windows]
+    free = [a for a in free if a.kv_heads and no_windows(a, row) is None]
+    if window is None and interface and free and task_of(net) == "causal-lm":
+        offered = Window(size=max(1, min(1_024, cost.usual_context(net) // 4)))
+        each = size * sum(cache.per_token[a.path] for a in free)
+        for share in (0.5, 0.75):
+            beyond = {tokens: max(0, tokens - offered.size - offered.sinks) for tokens in contexts}
+            near = {tokens: n - round(share * each * beyond[tokens]) for tokens, n in whole.items()}
+            caches.append(CacheSize(windowed=share, bytes=near))
+    return tuple(caches), offered
 
 
 def _without_heads(net: PreTrainedModel, attentions: Sequence[Attention]) -> tuple[int, int]:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from headprune.render.head_map import HeadMap
 
 
-KEPT, ZERO, GONE = "■", "□", "·"  # a zero head is in the weights and computes nothing
+KEPT, WINDOW, MERGED = "■", "◧", "▣"
+ZERO, GONE = "□", "·"  # a zero head is in the weights and computes nothing
 
 
 class Signs(str):

@@ -10,7 +10,15 @@ from typing import Any, Literal
 from headprune.runtime.modeling_headprune import kv_owners
 from headprune.tensors.units import Unit, members
 
-State = Literal["kept", "removed", "earlier"]  # earlier: it was gone before the run
+State = Literal["kept", "window", "merged", "removed", "earlier"]
+STATES: dict[State, str] = {
+    "kept": "stays",
+    "window": "stays, sees a window",
+    "merged": "stays, shares merged keys and values",
+    "removed": "removed",
+    "earlier": "gone before this run",
+}
+_STAY = ("kept", "window", "merged")
 PerHead = Mapping[tuple[str, int], Any]  # by module path and head id
 _CELL, _GAP = 18, 3  # of the drawing, in its own units
 _WIDE = 16  # heads; with more of them the map gets the width of the page, and larger labels
@@ -63,6 +71,13 @@ class HeadMap:
                 if cell.state != "earlier":
                     cell.state = "kept" if (layer.path, cell.head) in kept else "removed"
 
+    def mark(self, state: State, heads: Set[tuple[str, int]]) -> None:
+        """Give heads that stay a state, by path and id."""
+        for layer in self.layers:
+            for cell in layer.cells:
+                if cell.state in _STAY and (layer.path, cell.head) in heads:
+                    cell.state = state
+
     def show(self, label: str, values: PerHead) -> None:
         """Draw a number per head."""
         self.evidence = label
@@ -98,7 +113,13 @@ class HeadMap:
     @property
     def counts(self) -> tuple[int, int]:
         """Heads that stay, and all heads."""
-        return sum(cell.state == "kept" for cell in self.cells), len(self.cells)
+        return sum(cell.state in _STAY for cell in self.cells), len(self.cells)
+
+    @property
+    def states(self) -> dict[State, str]:
+        """The states of heads that occur, and what they mean."""
+        present = {cell.state for cell in self.cells}
+        return {state: words for state, words in STATES.items() if state in present}
 
     @property
     def title(self) -> str:
@@ -154,7 +175,9 @@ class HeadMap:
             for y, layer in enumerate(self.layers)
             for cell in layer.cells
         ]
-        return {"paths": [layer.path for layer in self.layers], "names": names, "cells": cells}
+        paths = [layer.path for layer in self.layers]
+        states = {state[0]: words for state, words in STATES.items()}
+        return {"paths": paths, "names": names, "cells": cells, "states": states}
 
 
 def _strength(value: float | None, low: float, high: float) -> float:

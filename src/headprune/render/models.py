@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headprune.family import FAMILIES
+from headprune.render import records
 from headprune.render.blocks import Block, Paragraph, Table, at_context, byte_size, percent
 from headprune.render.markdown import table
 from headprune.render.terminal import folded, show
@@ -31,11 +32,14 @@ _LEGEND = (
 def inspection(console: Console, report: Inspection) -> None:
     """Print a model's attention by module, and the savings of cuts."""
     several = len({a.kind for a in report.attentions}) > 1
+    windowed = report.window is not None
     rows = {}
     for a in report.attentions:
-        numbers = (a.query_heads, a.kv_heads, a.head_dim, f"{a.parameters:,}")
+        near = [a.window_heads] * windowed
+        numbers = (a.query_heads, a.kv_heads, *near, a.head_dim, f"{a.parameters:,}")
         rows[a.path] = (*[a.kind] * several, *map(str, numbers))
-    columns = (*["kind"] * several, "query heads", "KV heads", "head_dim", "parameters")
+    heads = ("query heads", "KV heads", *["with a window"] * windowed)
+    columns = (*["kind"] * several, *heads, "head_dim", "parameters")
     page: list[Block] = [
         Paragraph(
             f"{report.architecture} (family {report.family}"
@@ -46,22 +50,16 @@ def inspection(console: Console, report: Inspection) -> None:
         ),
         Table(("attention module", *columns), folded(rows), names=1 + several, modules=True),
     ]
-    if report.kv_cache_bytes:
-        sizes = ", ".join(f"{n:,} in {d}" for d, n in report.kv_cache_bytes.items())
-        page.append(Paragraph(f"KV cache, bytes {at_context(report.kv_cache_tokens)}: {sizes}"))
-    savings = [
-        (
-            f"{saving.heads_removed:.0%}",
-            f"{saving.parameters:,}",
-            percent(saving.parameters, report.parameters),
-            f"{saving.kv_cache_bytes:,}",
-        )
-        for saving in report.savings
-    ]
-    cached = f"KV bytes saved {at_context(report.kv_cache_tokens)}"
-    saved = ("parameters saved", "of the model", cached)
-    page.append(Table(("heads removed", *saved), savings))
-    page.append(Paragraph(f"Default unit: {report.unit.value} ({report.units} of them)."))
+    if report.window is not None:
+        counts = zip(*((a.window_heads, a.kv_heads) for a in report.attentions), strict=True)
+        page.append(records.window_words(*map(sum, counts), report.window))
+    page += _caches(report)
+    savings = (
+        f"{percent(one.parameters, report.parameters)} with {one.heads_removed:.0%} of them"
+        for one in report.savings
+    )
+    unit = f"Default unit: {report.unit.value} ({report.units} of them)."
+    page.append(Paragraph(f"Parameters that go with heads: {', '.join(savings)}. {unit}"))
     if report.latents:
         prices = [
             (
@@ -78,6 +76,23 @@ def inspection(console: Console, report: Inspection) -> None:
         ranks = ", ".join(map(str, report.joint_ranks.values()))
         page.append(Paragraph(f"Rank of keys and values that holds 99 %, by layer: {ranks}."))
     show(console, [*page, *(Paragraph(note, "note") for note in report.notes)])
+
+
+def _caches(report: Inspection) -> list[Block]:
+    """Return the KV caches of a model and of its offers, by context."""
+    if not report.caches:
+        return []
+    names = ["KV cache, bytes"]
+    for cache in report.caches[1:]:
+        fewer = f"{cache.kv_heads:.0%} of the KV heads"
+        names.append(f"{cache.windowed:.0%} with a window" if cache.windowed else fewer)
+    pairs = zip(names, report.caches, strict=True)
+    rows = [(name, *(f"{count:,}" for count in cache.bytes.values())) for name, cache in pairs]
+    columns = [f"{tokens:,} tokens" for tokens in report.caches[0].bytes]
+    page: list[Block] = [Table((f"in {report.dtype}", *columns), rows)]
+    if (window := report.offered_window) is not None:
+        page.append(Paragraph(f"A window: {window} (convert-swa). Fewer KV heads: convert-gqa."))
+    return page
 
 
 def families(console: Console, rows: list[Capability]) -> None:

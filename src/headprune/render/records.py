@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 from headprune.io.markup import printable
 from headprune.render.blocks import (
     GONE,
     KEPT,
+    MERGED,
+    WINDOW,
     ZERO,
     Block,
     Code,
@@ -22,13 +24,29 @@ from headprune.render.blocks import (
 from headprune.render.markdown import line_of_code
 from headprune.schemas.manifest import LineageStep, Manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape
-from headprune.schemas.records import Evidence, Healing, Merging, Migration, ModelChoice, Windowing
+from headprune.schemas.records import (
+    Evidence,
+    Heads,
+    Healing,
+    Merging,
+    Migration,
+    ModelChoice,
+    Window,
+    Windowing,
+)
 from headprune.schemas.roles import RolesRecord
 
 _NATIVE = "Plain config: loads anywhere, without extra code."
 _OWN_CODE = (
     "Loads with the code of its original: AutoModel*.from_pretrained(..., trust_remote_code=True)."
 )
+_SIGNS = {
+    KEPT: "stays",
+    WINDOW: "sees a window",
+    MERGED: "shares merged keys and values",
+    GONE: "is gone",
+    ZERO: "is a zero head, which computes nothing",
+}
 _RUNTIME = (
     "{why}: loads with headprune.from_pretrained, or with "
     "AutoModel*.from_pretrained(..., trust_remote_code=True)."
@@ -60,8 +78,7 @@ def done(step: LineageStep) -> str:
     if isinstance(work, Windowing):
         total = sum(len(heads.kv_heads) for heads in step.layout.values())
         return (
-            f"{work.heads} of {total} KV heads see {work.window} only, chosen by "
-            f"{chosen_by(work.evidence)}"
+            f"a window for {work.heads} of {total} KV heads, chosen by {chosen_by(work.evidence)}"
         )
     before, after = step.query_heads
     refit = f", W_O refitted on {short_name(step.refit.data)}" if step.refit is not None else ""
@@ -88,12 +105,14 @@ def size_rows(steps: Sequence[LineageStep]) -> list[tuple[str, int, int]]:
     """Return counts before the first step and after the last."""
 
     def counts(step: LineageStep) -> dict[str, tuple[int, int]]:
-        return {
+        shown = {
             "query heads": step.query_heads,
             "KV heads": step.kv_heads,
             "parameters": step.parameters,
             f"bytes of weights ({step.dtype})": step.weight_bytes,
         }
+        cache = f"KV cache bytes {at_context(step.kv_cache_tokens)} ({step.dtype})"
+        return shown if steps[-1].window is None else {**shown, cache: step.kv_cache_bytes}
 
     first, last = counts(steps[0]), counts(steps[-1])
     # bytes of weights are of one element type
@@ -106,17 +125,21 @@ def sizes(steps: Sequence[LineageStep]) -> Table:
 
 
 def windows(manifest: Manifest) -> list[Block]:
-    """Return what windows save and lose; nothing without any."""
-    work = manifest.done
-    if not isinstance(work, Windowing):
+    """Return what windows lose, in a sentence; nothing without any."""
+    if manifest.window is None:
         return []
-    total = sum(len(heads.kv_heads) for heads in manifest.layout.values())
-    return [
-        Paragraph(
-            f"{work.heads} of {total} KV heads see {work.window}: facts between these are lost to "
-            "them, and their cache stops growing there."
-        )
-    ]
+    heads = manifest.layout.values()
+    counts = sum(len(one.near) for one in heads), sum(len(one.kv_heads) for one in heads)
+    return [window_words(*counts, manifest.window)]
+
+
+def window_words(near: int, kv_heads: int, window: Window) -> Paragraph:
+    """Return what a number of KV heads with a window lose."""
+    others = "only the others" if near < kv_heads else "no head"
+    return Paragraph(
+        f"{near} of {kv_heads} KV heads see only {window}: what lies between is lost to them, and "
+        f"{others} can recall it."
+    )
 
 
 def refit(manifest: Manifest) -> list[Block]:
@@ -188,36 +211,54 @@ def stored(shape: Shape, uneven: bool, brings_code: bool = False) -> str:
     return _RUNTIME.format(why=why)
 
 
-def heads_line(part: AttentionPlan) -> Signs:
-    """Return a layer's heads by id, with a gap between KV groups: ``■■■ ··· ■■■``."""
-    zero = {head for head, gate in zip(part.keep, part.scale or (), strict=False) if not gate}
-    kept, group = set(part.keep), max(1, part.query_heads // max(1, part.kv_heads))
+def heads_line(part: AttentionPlan, left: Heads | None = None) -> Signs:
+    """Return a layer's heads by id, with a gap between KV groups: ``■■■ ··· ◧◧◧``.
+
+    Args:
+        part: The plan of the layer.
+        left: The heads after it, which know of windows; None to leave these out.
+    """
+    forms = dict.fromkeys(part.keep, KEPT)
+    if left is not None:
+        merged = [group[0] for group in part.groups or () if len(group) > 1]
+        forms |= dict.fromkeys(left.queries(merged), MERGED)
+        forms |= dict.fromkeys(left.queries(left.near), WINDOW)
+    zero = (head for head, gate in zip(part.keep, part.scale or (), strict=False) if not gate)
+    forms |= dict.fromkeys(zero, ZERO)
+    group = max(1, part.query_heads // max(1, part.kv_heads))
     # ids are those of the model before any cut, so they can lie above the present count
-    count = max([part.query_heads, *(head + 1 for head in kept)])
-    signs = [ZERO if head in zero else KEPT if head in kept else GONE for head in range(count)]
+    count = max([part.query_heads, *(head + 1 for head in forms)])
+    signs = [forms.get(head, GONE) for head in range(count)]
     if group == 1:
         return Signs("".join(signs))
     return Signs(" ".join("".join(signs[at : at + group]) for at in range(0, count, group)))
 
 
-def heads(plan: Plan) -> Table:
-    """Return a plan, a line per layer."""
+def heads(plan: Plan, layout: Mapping[str, Heads]) -> list[Block]:
+    """Return a plan, a line per layer, with a key; ``layout`` holds the heads after it."""
     rows = [
-        (path, heads_line(part), f"{len(part.keep)}/{part.query_heads}")
+        (path, heads_line(part, layout.get(path)), f"{len(part.keep)}/{part.query_heads}")
         for path, part in plan.attentions.items()
     ]
-    return Table(("attention module", "heads", "kept"), rows, names=2, modules=True)
+    table = Table(("attention module", "heads", "kept"), rows, names=2, modules=True)
+    return [table, _key(signs for _, signs, _ in rows)]
 
 
-def heads_drawn(plan: Plan) -> list[Block]:
-    """Return a plan as lines of text, with a key."""
-    lines = [(line_of_code(path), heads_line(part)) for path, part in plan.attentions.items()]
+def heads_drawn(plan: Plan, layout: Mapping[str, Heads]) -> list[Block]:
+    """Return the same as lines of text."""
+    parts = plan.attentions.items()
+    lines = [(line_of_code(path), heads_line(part, layout.get(path))) for path, part in parts]
     width = max((len(path) for path, _ in lines), default=0)
-    key = f"{KEPT} stays, {GONE} is gone; a gap separates the queries of one KV head from the next."
-    if any(ZERO in signs for _, signs in lines):
-        key += f" {ZERO} is a zero head, which computes nothing."
     drawn = "\n".join(f"{path:<{width}}  {signs}" for path, signs in lines)
-    return [Paragraph(key), Code(drawn, "text")]
+    return [_key(signs for _, signs in lines), Code(drawn, "text")]
+
+
+def _key(lines: Iterable[str]) -> Paragraph:
+    """Return the meaning of the signs that occur."""
+    drawn = "".join(lines)
+    words = ", ".join(f"{sign} {meaning}" for sign, meaning in _SIGNS.items() if sign in drawn)
+    gap = "; a gap separates the queries of one KV head from the next" if " " in drawn else ""
+    return Paragraph(f"{words}{gap}.")
 
 
 def contenders(choice: ModelChoice) -> Table:

@@ -63,7 +63,7 @@ def preview(console: Console, preview: Preview, saved: Path | None, following: s
     ]
     uneven = len({len(part.keep) for part in preview.plan.attentions.values()}) > 1
     page: list[Block] = [
-        records.heads(preview.plan),
+        *records.heads(preview.plan, preview.layout),
         before_after(counts),
         *_spent(preview.spent),
         *roles_lost(preview.roles_lost),
@@ -101,7 +101,7 @@ def pruned(console: Console, result: Pruned, given: Given = ({}, {})) -> None:
     """Print the heads left, the sizes and the proof."""
     manifest = result.manifest
     page = [
-        records.heads(result.plan),
+        *records.heads(result.plan, manifest.layout),
         records.sizes([manifest]),
         *records.refit(manifest),
     ]
@@ -151,8 +151,9 @@ def _ways(planned: KvPlan) -> list[Block]:
 
 
 def windowed(console: Console, result: Pruned, given: Given = ({}, {})) -> None:
-    """Print the heads with a window, their loss in a sentence, and the proof."""
-    page: list[Block] = [*records.heads_drawn(result.plan), *records.windows(result.manifest)]
+    """Print the heads with a window, the sizes and the proof."""
+    manifest = result.manifest
+    page = [*records.heads(result.plan, manifest.layout), records.sizes([manifest])]
     show(console, [*page, *written(result, given)])
 
 
@@ -184,13 +185,14 @@ def verification(console: Console, result: Verification) -> None:
 
 
 def written(result: Pruned, given: Given) -> list[Block]:
-    """Return the proof, and commands that measure and serve the result."""
+    """Return what windows lose, the proof, and commands that measure and serve the result."""
     from headprune.packages import missing
     from headprune.result.engines import serving
 
     manifest, output = result.manifest, result.output
     stored = records.stored(manifest.shape, manifest.uneven, manifest.brings_code)
-    page = [*records.proof(manifest), Paragraph(f"{stored} Written to {output}.")]
+    page = [*records.windows(manifest), *records.proof(manifest)]
+    page.append(Paragraph(f"{stored} Written to {output}."))
     if measure := after_cut(result, given):
         page.append(Code(measure, title="Measure it on other text"))
     for engine, line in serving(manifest, output):

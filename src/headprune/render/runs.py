@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -120,8 +120,9 @@ class _Parts:
         ids = [step.evidence.id for step in manifest.steps if step.evidence is not None]
         gates = next((self.gates[id_] for id_ in ids if id_ in self.gates), None)
         scores = self._scores(manifest, place)
-        drawn = _map_of_result(chain[0], tip, gates, scores)
+        drawn = _map_of_result(chain, gates, scores)
         run = ReportedRun(tip.path, manifest, records.what(manifest), drawn)
+        run.summary += "".join(f" {lost.words}" for lost in records.windows(manifest))
         run.evaluations = self._evaluations(manifest)
         run.checks = [check for check in self.checks if check.measured == manifest.id]
         self.used |= {part.id for part in (*run.evaluations, *run.checks)}
@@ -202,8 +203,9 @@ def _gates_summary(gates: TrainedGates) -> str:
 
 
 def _map_of_result(
-    first: Result, tip: Result, gates: TrainedGates | None, scores: Scores | None
+    chain: Sequence[Result], gates: TrainedGates | None, scores: Scores | None
 ) -> HeadMap:
+    first, tip = chain[0], chain[-1]
     steps = first.manifest.lineage
     before, left = (steps[-1].layout if steps else {}), tip.manifest.layout
     layers = []
@@ -218,6 +220,15 @@ def _map_of_result(
             for head in (left[path].query_heads if path in left else part.keep)
         }
     )
+    for result in chain:
+        merged = {
+            p: [group[0] for group in part.groups or () if len(group) > 1]
+            for p, part in result.plan.attentions.items()
+        }
+        drawn.mark("merged", _queries(result, merged))
+    near = _queries(tip, {path: heads.near for path, heads in left.items()})
+    drawn.mark("window", near)
+    drawn.tell("sees", dict.fromkeys(near, tip.manifest.window))
     drawn.tell_kv_heads({p: part.groups or () for p, part in first.plan.attentions.items()})
     if gates is not None:
         _show_gates(drawn, gates)
@@ -228,6 +239,12 @@ def _map_of_result(
         # scores of another model of the chain would be of other heads
         _show_scores(drawn, scores)
     return drawn
+
+
+def _queries(result: Result, kv_heads: Mapping[str, Collection[int]]) -> set[tuple[str, int]]:
+    """Return the query heads of some KV heads of a result, by path and id."""
+    layout = result.manifest.layout
+    return {(p, h) for p, ids in kv_heads.items() if p in layout for h in layout[p].queries(ids)}
 
 
 def _even(query_heads: int, kv_heads: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table as Grid
 from rich.text import Text as Styled
 
-from headprune.render.blocks import KEPT, Code, Page, Paragraph, Signs, Table
+from headprune.render.blocks import KEPT, MERGED, WINDOW, Code, Page, Paragraph, Signs, Table
 
 _NAME = 24  # columns that a name keeps in a narrow terminal
 _TONES = {"verified": "bold green", "note": "yellow", "warning": "yellow"}
@@ -82,9 +82,8 @@ def _cell(text: str) -> Styled:
         return Styled(text, _WORDS.get(text, ""))
     styled = Styled()
     for sign in text:
-        styled.append(
-            sign, "green" if sign == KEPT or sign.isupper() or sign == "=" else "bright_black"
-        )
+        stays = sign in (KEPT, WINDOW, MERGED, "=") or sign.isupper()
+        styled.append(sign, "green" if stays else "bright_black")
     return styled
 
 

@@ -40,7 +40,8 @@ def card(folder: Path, title: str, plan: Plan, manifest: Manifest, sections: str
         sections: Quality and roles, as ``quality_section`` and ``roles_section`` give them.
     """
     served = [Code(line, title=name) for name, line in serving(manifest, Path(title))]
-    before: list[Block] = [Paragraph(records.what(manifest)), records.sizes(manifest.steps)]
+    before: list[Block] = [Paragraph(records.what(manifest)), *records.windows(manifest)]
+    before.append(records.sizes(manifest.steps))
     for step in manifest.steps:
         if isinstance(step.done, Healing) and step.done.conversion:
             before.append(Section("Converted before", list(map(Paragraph, step.done.conversion))))
@@ -49,9 +50,10 @@ def card(folder: Path, title: str, plan: Plan, manifest: Manifest, sections: str
     stored = Paragraph(records.stored(manifest.shape, manifest.uneven, manifest.brings_code))
     before.append(Section("Load it", [records.load_code(manifest, title), stored]))
     before += [Section("Serve it", served)] * bool(served)
+    drawn = records.heads_drawn(plan, manifest.layout)
     after = [
         Section("Proof", records.proof(manifest)),
-        Section("Heads", [*records.heads_drawn(plan), Paragraph(_FILES.format(id=manifest.id))]),
+        Section("Heads", [*drawn, Paragraph(_FILES.format(id=manifest.id))]),
     ]
     front = {**_metadata(_text(folder)), "library_name": "transformers"}
     front["tags"] = ["headprune", "attention-pruning"]

@@ -19,9 +19,10 @@ from headprune.io.ownership import PLAN
 from headprune.model.open import Model, open_model
 from headprune.model.units import fitted_gates, fitted_scores, unit_sizes
 from headprune.planning.choose import ChosenCuts, CutRequest, choose, refuse_request
-from headprune.result.write import counts
+from headprune.result.write import counts, layout_of
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import Plan, Shape
+from headprune.schemas.records import Heads
 from headprune.schemas.scores import ScoresMetadata, read_scores
 from headprune.surgery.cut import cut_heads, result_shape
 from headprune.tensors.units import Unit, members
@@ -56,6 +57,7 @@ class Preview:
         shape: How the result would be stored.
         parameters: Parameters before and after.
         kv_heads: KV heads before and after.
+        layout: Per attention module, the heads after it.
         shapes: With gates or scores: the evidence that the plan keeps, and that an even cut
             would keep.
         spent: Per budget: the limit, and the plan's sum.
@@ -68,6 +70,7 @@ class Preview:
     shape: Shape
     parameters: tuple[int, int]
     kv_heads: tuple[int, int]
+    layout: Mapping[str, Heads]
     shapes: tuple[ShapeCost, ...] = ()
     spent: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     scored: ScoresMetadata | None = None
@@ -120,7 +123,7 @@ def preview(
     stored = result_shape(cuts, net.config)
     before = counts(net, cuts)
     cut_heads(net, cuts)
-    parameters, kv_heads = zip(before, counts(net, cuts), strict=True)
+    parameters, kv_heads, _ = zip(before, counts(net, cuts), strict=True)
     if output is not None:
         chosen.unpadded.write(output)
     return Preview(
@@ -128,6 +131,7 @@ def preview(
         shape=stored,
         parameters=parameters,
         kv_heads=kv_heads,
+        layout=layout_of(cuts),
         shapes=shapes,
         spent=chosen.spent,
         scored=chosen.scored,

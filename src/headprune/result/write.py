@@ -27,7 +27,7 @@ from headprune.io.outputs import whole_folder
 from headprune.io.shards import Piece, write_shards
 from headprune.model import probes
 from headprune.model.attention import attention_of
-from headprune.model.cost import kv_heads_of
+from headprune.model.cost import KVCache, kv_heads_of, usual_context
 from headprune.model.loading import auto_class_of, remote_code, uneven_heads_are_known
 from headprune.model.open import Model, read_model
 from headprune.model.placement import move_to_device
@@ -53,8 +53,8 @@ from headprune.schemas.manifest import (
 )
 from headprune.schemas.plan import Plan, Shape
 from headprune.schemas.proofs import Proof, Sample, TensorProof
-from headprune.schemas.records import Done, Heads, Merging, ModelChoice, Pruning, Refit
-from headprune.surgery.cut import Cut, cut_heads, fold_gates, resolve
+from headprune.schemas.records import Done, Heads, Merging, ModelChoice, Pruning, Refit, Window
+from headprune.surgery.cut import Cut, cut_heads, fold_gates, resolve, window_of
 from headprune.surgery.edit import Edit, Tensors, put, replaced, written
 from headprune.surgery.streamed import cut_pieces
 from headprune.surgery.transfer import native_twin, twin_of
@@ -127,7 +127,10 @@ class _Sizes:
     query_heads: tuple[int, int]
     kv_heads: tuple[int, int]
     parameters: tuple[int, int]
+    kv_cache_bytes: tuple[int, int]
+    kv_cache_tokens: int
     layout: dict[str, Heads]
+    window: Window | None
 
 
 @dataclass(frozen=True)
@@ -304,7 +307,8 @@ def _cut_on_disk(model: Model, edit: Edit, stored: StoredDtypes) -> _Result:
     pieces = [replace(piece, live=names.get(piece.live or "", piece.live)) for piece in pieces]
     if not edit.tensors.keys() <= {piece.live for piece in pieces}:
         raise Unmapped("A replaced weight is no tensor of the checkpoint.")
-    return _Result(model, net, pieces, _sizes(net, edit.plan, shape, before, cuts), stored)
+    sizes = _sizes(net, edit.plan, shape, before, cuts, stored)
+    return _Result(model, net, pieces, sizes, stored)
 
 
 def _cut_in_memory(
@@ -319,7 +323,7 @@ def _cut_in_memory(
     whole = {n: weakref.ref(t) for n, t in net.state_dict(keep_vars=True).items()}
     put(net, now)
     before = counts(net, cuts)
-    sizes = _sizes(net, plan, cut_heads(net, cuts), before, cuts)
+    sizes = _sizes(net, plan, cut_heads(net, cuts), before, cuts, stored)
     twin = native_twin(net)
     if twin is not None:
         net = twin
@@ -357,18 +361,38 @@ def _with_tensors(result: _Result, tensors: Tensors, folded: bool) -> list[Piece
 
 
 def _sizes(
-    net: PreTrainedModel, plan: Plan, shape: Shape, before: tuple[int, int], cuts: Sequence[Cut]
+    net: PreTrainedModel,
+    plan: Plan,
+    shape: Shape,
+    before: tuple[int, int, int],
+    cuts: Sequence[Cut],
+    stored: StoredDtypes,
 ) -> _Sizes:
     """Return the sizes of a model after a cut, whose ``counts`` were ``before``."""
-    parameters, kv_heads = zip(before, counts(net, cuts), strict=True)
-    layout = {cut.attention.path: Heads.model_validate(cut.heads_left()) for cut in cuts}
-    query_heads = plan.query_heads, plan.kept_heads
-    return _Sizes(shape, auto_class_of(net), query_heads, kv_heads, parameters, layout)
+    parameters, kv_heads, (cached, cached_after) = zip(before, counts(net, cuts), strict=True)
+    window, width = window_of(cuts), stored.default.itemsize
+    return _Sizes(
+        shape=shape,
+        auto_class=auto_class_of(net),
+        query_heads=(plan.query_heads, plan.kept_heads),
+        kv_heads=kv_heads,
+        parameters=parameters,
+        kv_cache_bytes=(cached * width, cached_after * width),
+        kv_cache_tokens=usual_context(net),
+        layout=layout_of(cuts),
+        window=None if window is None else Window(size=window[0], sinks=window[1]),
+    )
 
 
-def counts(net: PreTrainedModel, cuts: Sequence[Cut]) -> tuple[int, int]:
-    """Return the parameters and KV heads of a model."""
-    return net.num_parameters(), sum(kv_heads_of(net, cut.attention) for cut in cuts)
+def layout_of(cuts: Sequence[Cut]) -> dict[str, Heads]:
+    """Return the heads of every module; after the cut."""
+    return {cut.attention.path: Heads.model_validate(cut.heads_left()) for cut in cuts}
+
+
+def counts(net: PreTrainedModel, cuts: Sequence[Cut]) -> tuple[int, int, int]:
+    """Return a model's parameters, KV heads, and numbers in its cache of the usual context."""
+    kv_heads = sum(kv_heads_of(net, cut.attention) for cut in cuts)
+    return net.num_parameters(), kv_heads, KVCache.of(net).elements(usual_context(net))
 
 
 def _save(
@@ -453,7 +477,7 @@ def _warnings(folder: Path, manifest: Manifest, result: _Result) -> Iterator[str
     left_out = ignored_tensors(result.net, result.model.tensors)
     heads, kv_heads = manifest.query_heads, manifest.kv_heads
     same = heads[0] == heads[1] and kv_heads[0] == kv_heads[1]
-    if same and isinstance(manifest.done, Pruning | Merging):
+    if same and manifest.window is None and isinstance(manifest.done, Pruning | Merging):
         yield "Nothing was removed or merged: the result has all heads of its source."
     if (folder / "custom_generate").is_dir():
         yield (

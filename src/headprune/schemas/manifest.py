@@ -30,6 +30,7 @@ from headprune.schemas.records import (
     Pruning,
     Recorded,
     Refit,
+    Window,
     Windowing,
 )
 from headprune.schemas.values import Count, Digest
@@ -58,7 +59,11 @@ class LineageStep(BaseModel):
         query_heads: Query heads before and after.
         kv_heads: KV heads before and after.
         parameters: Parameters before and after.
+        kv_cache_bytes: KV cache of ``kv_cache_tokens`` before and after, in the commonest of these
+            types; 0 for models that generate nothing.
+        kv_cache_tokens: 8,192, or as many as the model has positions.
         layout: Per attention module, the remaining heads.
+        window: What window heads see; None without any.
         engines: Engines of generated text that hold its shape.
         done: The change.
         refit: The refit of W_O, if there was one.
@@ -83,7 +88,10 @@ class LineageStep(BaseModel):
     query_heads: BeforeAfter
     kv_heads: BeforeAfter
     parameters: BeforeAfter
+    kv_cache_bytes: BeforeAfter
+    kv_cache_tokens: Count
     layout: dict[str, Heads]
+    window: Window | None = None
     engines: tuple[str, ...] = ()
     done: Done
     refit: Refit | None = None

@@ -5,6 +5,7 @@ They stand in ``config.headprune`` and headprune.json, and are checked as these 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -18,7 +19,7 @@ from pydantic import (
 )
 
 from headprune.runtime import MANIFEST
-from headprune.runtime.modeling_headprune import check_heads, layout_entry
+from headprune.runtime.modeling_headprune import check_heads, kv_owners, layout_entry
 from headprune.schemas.values import Count, Difference, Digest, Finite
 
 
@@ -61,6 +62,18 @@ class Heads(BaseModel):
     def _consistent(self) -> Heads:
         check_heads(self.as_json())
         return self
+
+    @property
+    def near(self) -> tuple[int, ...]:
+        """Ids of the KV heads that see a window only."""
+        return self.kv_heads[len(self.kv_heads) - (self.window_heads or 0) :]
+
+    def queries(self, kv_heads: Collection[int]) -> set[int]:
+        """Return the ids of the query heads of some KV heads."""
+        equal = (len(self.query_heads) // max(1, len(self.kv_heads)),) * len(self.kv_heads)
+        owners = (self.kv_heads[place] for place in kv_owners(self.group_sizes or equal))
+        pairs = zip(self.query_heads, owners, strict=False)
+        return {query for query, owner in pairs if owner in kv_heads}
 
     @model_serializer
     def as_json(self) -> dict[str, Any]:

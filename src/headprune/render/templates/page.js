@@ -4,14 +4,13 @@ for (const figure of document.querySelectorAll(".map")) {
   const svg = figure.querySelector(".heads");
   const cells = [...svg.querySelectorAll("rect")];
   const told = figure.querySelector(".told");
-  const states = { k: "stays", r: "removed", e: "gone before this run" };
   const rows = data.paths.map((_, y) => data.cells.flatMap((cell, i) => (cell[0] === y ? [i] : [])));
   let now = -1;
 
   const tell = (index) => {
     const [layer, head, state, facts] = data.cells[index];
     const known = facts.map((fact, i) => (fact === null ? null : `${data.names[i]} ${fact}`));
-    return [`${data.paths[layer]}, head ${head}: ${states[state]}`, ...known]
+    return [`${data.paths[layer]}, head ${head}: ${data.states[state]}`, ...known]
       .filter(Boolean).join("; ");
   };
   const show = (index) => {
