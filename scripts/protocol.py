@@ -431,7 +431,7 @@ class Bench:
                 given = {}
             headprune.convert_gqa(self.model, out, **settings, **given)
         elif row.method == "convert_swa":
-            of_context = {"seq_len": self.config.length}
+            of_context: dict[str, Any] = {"seq_len": self.config.length}
             headprune.convert_swa(self.model, out, data=text, **settings, **of_context)
         else:
             headprune.convert_mla(self.model, out, data=text, **settings, **amount)
