@@ -1,4 +1,4 @@
-"""KV heads that see a window, in a model that is not cut: a mask per head.
+"""KV heads that see a window, in an uncut model: a mask per head.
 
 A window head keeps its weights and loses the far past. Query i sees key j only if i - j < size, or
 if j is one of the first ``sinks`` real tokens (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453).
@@ -56,7 +56,7 @@ class AttentionCall:
         query: Shape (batch, query heads, length, head_dim).
         key: Shape (batch, KV heads, source length, head_dim).
         value: The same.
-        mask: What the model gives it; None for all earlier tokens.
+        mask: The mask of the model; None for all earlier tokens.
         arguments: Others.
     """
 

@@ -8,7 +8,7 @@ Outputs of every W_O are compared as well, relative to their largest value. Ever
 control of its own: a wrong cut of small weights moves the logits by less than rounding.
 
 Heads with a window have a mask per head in the gated original. They have three controls: a window
-that is shorter by one token, no sinks, and forms that are shifted by one head.
+shorter by one token, no sinks, and forms shifted by one head.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class Expectation:
         dtype: Element type that the original ran in.
         cast: The cost of rounding the weights to their stored type before that.
         unreached: Parts of the model that the inputs do not reach, in words.
-        windows: How far wrong windows move the model, by what is wrong.
+        windows: How far wrong windows move the model, by their mistake.
     """
 
     inputs: dict[str, Tensor]
@@ -383,8 +383,8 @@ class Expectation:
         for wrong, control in self.windows.items():
             if control < CONCLUSIVE * self.tolerance:
                 return (
-                    f"wrong windows ({wrong}) would change what a module gives by {control:.1e} of "
-                    f"its largest value, and rounding explains {self.tolerance:.1e}"
+                    f"wrong windows ({wrong}) would change the outputs of modules by {control:.1e} "
+                    f"of the largest value, and rounding explains {self.tolerance:.1e}"
                 )
         amplified = AMPLIFICATION * self.rounding.outputs * rounding_factor
         if self.control is None or not amplified > TOLERANCE[self.dtype]:

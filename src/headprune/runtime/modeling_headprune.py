@@ -849,7 +849,7 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]  # transformers does not t
         return full, near, positions
 
     def _positions(self) -> Any:
-        """Where each held key stood; ``length`` for the place of a sink that is held elsewhere."""
+        """Return the position of each held key; ``length`` for a sink among the latest."""
         device, latest = self.keys.device, self.keys.shape[2] - self.held_sinks
         at = torch.arange(self.length - latest, self.length, device=device).expand(
             len(self.keys), -1
@@ -884,7 +884,7 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]  # transformers does not t
         """Take back some of the latest tokens: the number comes with a minus.
 
         Raises:
-            ValueError: If older keys would be needed, which are gone.
+            ValueError: If older keys would be needed.
         """
         count = abs(tokens_to_remove)
         if count > self.undo and (self.held_sinks or count > self.length):

@@ -15,8 +15,8 @@ transformers 4. Other modules keep all their heads.
 ``"groups": [[0, 2], [1]]`` shares KV heads: the queries of KV heads 0 and 2 get one K and V. A
 merge computes these.
 
-``"window": [1]`` lets KV head 1 and its queries see a window only; the plan says once what a window
-is: ``"window": {"size": 1024, "sinks": 4}``.
+``"window": [1]`` lets KV head 1 and its queries see a window only. The plan describes that once:
+``"window": {"size": 1024, "sinks": 4}``.
 """
 
 from __future__ import annotations

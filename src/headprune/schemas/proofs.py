@@ -25,7 +25,7 @@ class Proof(BaseModel):
             weights. The latter is the gated original above.
         probes: The outputs compared, by name.
         unreached: Parts of the model that no probe reached, in words.
-        windows: Gated original against itself with wrong windows, by what is wrong.
+        windows: Gated original against itself with wrong windows, by their mistake.
         seed: Seed of the probe inputs.
     """
 

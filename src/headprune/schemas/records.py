@@ -24,7 +24,7 @@ from headprune.schemas.values import Count, Difference, Digest, Finite
 
 
 class Window(BaseModel):
-    """What window heads see: the first tokens, and the latest with the one that looks.
+    """The view of window heads: the first tokens, and the latest with the current one.
 
     Attributes:
         size: Latest tokens.
@@ -194,7 +194,7 @@ class Windowing(_Part):
 
     Attributes:
         evidence: The evidence of the choice.
-        window: What they see.
+        window: Their view.
         heads: Their number.
     """
 
