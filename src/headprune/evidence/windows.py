@@ -42,7 +42,7 @@ from headprune.model.gating import frozen
 from headprune.model.open import Model
 from headprune.model.residency import recomputing
 from headprune.model.windows import AttentionCall, attending
-from headprune.runtime.modeling_headprune import Attention, mask_of, no_windows, own_attention
+from headprune.runtime.modeling_headprune import Attention, no_windows
 from headprune.schemas.manifest import utc_now, versions
 from headprune.schemas.records import Window
 from headprune.schemas.scores import Scores, ScoresMetadata
@@ -115,28 +115,22 @@ def candidates(net: PreTrainedModel) -> list[Attention]:
     Raises:
         PlanError: If there is none.
     """
-    task = task_of(net)
-    if task != "causal-lm":
-        raise PlanError(
-            f"Windows shorten the KV cache of causal language models, and {type(net).__name__} is "
-            f"none (its task is {task})."
-        )
-    cache, row, reason = KVCache.of(net), family_of(net.config).for_runtime(), None
-    result = []
+    kind, reason, result = type(net).__name__, "nothing of it caches tokens", list[Attention]()
+    if (task := task_of(net)) != "causal-lm":
+        raise PlanError(f"Windows are of causal language models; {kind} is one of {task}.")
+    cache, row = KVCache.of(net), family_of(net.config).for_runtime()
     for attention in attention_of(net):
         if attention.path not in cache.per_token or not attention.kv_heads:
             continue
         if attention.path in cache.windows or attention.window_heads:
-            reason = reason or "all of it has windows already"
-        elif (why := no_windows(attention, row)) is not None:
-            reason = why
+            why: str | None = "it has windows already"
         else:
+            why = no_windows(attention, row)
+        if why is None:
             result.append(attention)
+        reason = why or reason
     if not result:
-        raise PlanError(
-            f"No attention of this {type(net).__name__} can get a window: "
-            f"{reason or 'none of it caches tokens'}."
-        )
+        raise PlanError(f"No attention of this {kind} can get a window: {reason}.")
     return result
 
 
@@ -144,11 +138,11 @@ def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Win
     """Return the window of some settings for a model.
 
     Raises:
-        PlanError: If it is no smaller than the context.
+        PlanError: If it is no smaller than the context, or the model takes a shorter one.
     """
-    most = most_tokens(net, tokenizer) or _CONTEXT
+    most = most_tokens(net, tokenizer) or sys.maxsize
     context = config.context_tokens or min(_CONTEXT, most)
-    if config.context_tokens is not None and config.context_tokens > most:
+    if context > most:
         raise PlanError(f"--context {context:,}: model and tokenizer take {most:,} at most.")
     size = config.window or max(1, min(_WINDOW, context // 4))
     if size + config.sinks >= context:
@@ -160,11 +154,7 @@ def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Win
 
 
 def _text(model: Model, config: WindowConfig, window: Window, data: DataConfig) -> Sequences:
-    """Return sequences that are longer than the window.
-
-    Raises:
-        PlanError: If they cannot be.
-    """
+    """Return sequences that are longer than the window; raise PlanError if they cannot be."""
     most = most_tokens(model.net, model.tokenizer) or sys.maxsize
     length = min(_SEQUENCE * window.size, most, config.seq_len or sys.maxsize)
     if length <= window.size + window.sinks + 1:
@@ -250,9 +240,7 @@ def windowed_outputs(
     (size, sinks), length = window, call.query.shape[2]
     with torch.no_grad():
         if call.mask is not None:
-            lone = call.seen(window)[0].any(-1)[:, 0, sum(window) :, None, None]
-            outputs = call.masked(range(call.key.shape[1]), window)[:, sum(window) :]
-            return outputs.where(lone, 0)
+            return call.masked(range(call.key.shape[1]), window)[:, sum(window) :]
         parts, step = [], max(size, _LEAST_CHUNK)
         for start in range(size + sinks, length, step):
             stop, low = min(start + step, length), start - size + 1
@@ -264,8 +252,7 @@ def windowed_outputs(
                 for states in (call.key, call.value)
             )
             part = replace(call, query=call.query[:, :, start:stop], key=key, value=value)
-            eager = own_attention(call.module)[1]
-            parts.append(part.outputs(mask_of(near[None, None], eager, call.query.dtype)))
+            parts.append(part.outputs(near[None, None]))
         return torch.cat(parts, 1)
 
 
