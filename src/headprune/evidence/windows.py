@@ -5,17 +5,16 @@ With a share ``a`` of full attention in the output of a head,
     a full + (1 - a) window,        d loss / d a at a = 1  =  sum over tokens of g . (full - window)
 
 where g is the gradient of the loss by the head's output. Of the outputs with a window only the
-values are needed. A score is the sum over blocks of tokens of the squared slope of a block. Two
-kinds of evidence count: text, and answers that lie further back than the window (``data.far``).
+values are needed. A score is the sum over tokens of the squared slope, as of a Fisher information.
+Two kinds of evidence count: text, and answers further back than the window (``data.far``).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from headprune.data.text import SHIPPED, Sequences
 from headprune.data.tokens import around
 from headprune.errors import DataError, PlanError
 from headprune.evidence.losses import example_losses
-from headprune.evidence.statistics import first_not_finite
+from headprune.evidence.statistics import Units, first_not_finite
 from headprune.model.attention import attention_of, family_of
 from headprune.model.batch import Batch, most_tokens, padded, task_of
 from headprune.model.cost import KVCache
@@ -43,15 +42,14 @@ from headprune.model.gating import frozen
 from headprune.model.open import Model
 from headprune.model.residency import recomputing
 from headprune.model.windows import AttentionCall, attending
-from headprune.runtime.modeling_headprune import Attention, mask_of, no_windows, own_attention
+from headprune.runtime.modeling_headprune import Attention, no_windows
 from headprune.schemas.manifest import utc_now, versions
 from headprune.schemas.records import Window
 from headprune.schemas.scores import Scores, ScoresMetadata
-from headprune.tensors.units import Unit, members
+from headprune.tensors.units import members
 
 CRITERION = "window"
-BLOCK = 32  # tokens: their slopes are summed, and the sum is squared
-FAR = 1.0  # weight of far answers beside text
+FAR = 3.0  # weight of far answers beside text
 _WINDOW, _CONTEXT = 1_024, 8_192  # at most, where none is given
 _SEQUENCE = 4  # windows in a sequence
 _LEAST_CHUNK = 128  # queries that attend together
@@ -79,16 +77,18 @@ def window_scores(
     net, source = model.net, data or DataConfig(source=str(SHIPPED))
     attentions, window = candidates(net), window_of(net, model.tokenizer, config)
     text = _text(model, config, window, source)
-    batches = text.batches()
+    near = text.batches()
     far = _far_batches(model, text, window, config.seed)
     if not far:
         context.line("no prompt whose answer lies far back fits: scores are by text alone")
     context.stage("scoring")
-    passes, size = context.each([*batches, *far]), (window.size, window.sinks)
-    total = torch.zeros(sum(len(members(config.unit, a.group_sizes)) for a in attentions))
-    for count, weight in ((len(batches), 1.0), (len(far), FAR)):
-        part = slopes(net, attentions, islice(passes, count), size)
-        total = total + weight * _shares(part, attentions, config.unit)
+    units = [members(config.unit, attention.group_sizes) for attention in attentions]
+    sums = torch.zeros(2, sum(map(len, units)), dtype=torch.float64)
+    batches, kinds = context.each([*near, *far]), [0] * len(near) + [1] * len(far)
+    found = slopes(net, attentions, batches, (window.size, window.sinks))
+    for part, kind in zip(found, kinds, strict=True):
+        sums[kind] += _squares(part, units)
+    shares = sums / sums.sum(1, keepdim=True).clamp(min=torch.finfo(sums.dtype).tiny)
     length = len(text.rows[0]["input_ids"])
     about = ScoresMetadata(
         created=utc_now(),
@@ -106,7 +106,7 @@ def window_scores(
         refits=False,
         window=window,
     )
-    return Scores(about, {CRITERION: total})
+    return Scores(about, {CRITERION: shares[0] + FAR * shares[1]})
 
 
 def candidates(net: PreTrainedModel) -> list[Attention]:
@@ -115,28 +115,22 @@ def candidates(net: PreTrainedModel) -> list[Attention]:
     Raises:
         PlanError: If there is none.
     """
-    task = task_of(net)
-    if task != "causal-lm":
-        raise PlanError(
-            f"Windows shorten the KV cache of causal language models, and {type(net).__name__} is "
-            f"none (its task is {task})."
-        )
-    cache, row, reason = KVCache.of(net), family_of(net.config).for_runtime(), None
-    result = []
+    kind, reason, result = type(net).__name__, "nothing of it caches tokens", list[Attention]()
+    if (task := task_of(net)) != "causal-lm":
+        raise PlanError(f"Windows are of causal language models; {kind} is one of {task}.")
+    cache, row = KVCache.of(net), family_of(net.config).for_runtime()
     for attention in attention_of(net):
         if attention.path not in cache.per_token or not attention.kv_heads:
             continue
         if attention.path in cache.windows or attention.window_heads:
-            reason = reason or "all of it has windows already"
-        elif (why := no_windows(attention, row)) is not None:
-            reason = why
+            why: str | None = "it has windows already"
         else:
+            why = no_windows(attention, row)
+        if why is None:
             result.append(attention)
+        reason = why or reason
     if not result:
-        raise PlanError(
-            f"No attention of this {type(net).__name__} can get a window: "
-            f"{reason or 'none of it caches tokens'}."
-        )
+        raise PlanError(f"No attention of this {kind} can get a window: {reason}.")
     return result
 
 
@@ -144,11 +138,11 @@ def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Win
     """Return the window of some settings for a model.
 
     Raises:
-        PlanError: If it is no smaller than the context.
+        PlanError: If it is no smaller than the context, or the model takes a shorter one.
     """
-    most = most_tokens(net, tokenizer) or _CONTEXT
+    most = most_tokens(net, tokenizer) or sys.maxsize
     context = config.context_tokens or min(_CONTEXT, most)
-    if config.context_tokens is not None and config.context_tokens > most:
+    if context > most:
         raise PlanError(f"--context {context:,}: model and tokenizer take {most:,} at most.")
     size = config.window or max(1, min(_WINDOW, context // 4))
     if size + config.sinks >= context:
@@ -160,11 +154,7 @@ def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Win
 
 
 def _text(model: Model, config: WindowConfig, window: Window, data: DataConfig) -> Sequences:
-    """Return sequences that are longer than the window.
-
-    Raises:
-        PlanError: If they cannot be.
-    """
+    """Return sequences that are longer than the window; raise PlanError if they cannot be."""
     most = most_tokens(model.net, model.tokenizer) or sys.maxsize
     length = min(_SEQUENCE * window.size, most, config.seq_len or sys.maxsize)
     if length <= window.size + window.sinks + 1:
@@ -188,9 +178,8 @@ def slopes(
     attentions: Sequence[Attention],
     batches: Iterable[Batch],
     window: tuple[int, int],
-    block: int = BLOCK,
-) -> list[Float[Tensor, "_blocks _heads"]]:
-    """Return the slope of the loss by the share of full attention, at full attention.
+) -> Iterator[list[Float[Tensor, "examples _tokens _heads"]]]:
+    """Yield the slopes of the loss by the share of full attention, at full attention.
 
     The loss is that of every example by itself, the mean over its tokens.
 
@@ -199,16 +188,15 @@ def slopes(
         attentions: The modules.
         batches: Inputs and labels.
         window: Size and sinks.
-        block: Tokens of a block; slopes of its tokens are summed.
 
-    Returns:
-        Per module a slope of every block of an example, and query head, in float32.
+    Yields:
+        Per batch, for every module, a slope of every query head and token, in float32. The first
+        tokens, from which the window hides nothing, are left out.
 
     Raises:
         PlanError: If a module does not call transformers' attention function.
         DataError: If an example has nothing to score, or a slope is not finite.
     """
-    rows: dict[Any, list[Tensor]] = {attention.module: [] for attention in attentions}
     live: dict[Any, Tensor] = {}
 
     def attend(call: AttentionCall) -> Tensor:
@@ -221,29 +209,24 @@ def slopes(
         return outputs
 
     def seen(module: Any, lost: Tensor, gradient: Tensor) -> None:
-        of_tokens = (gradient[:, sum(window) :].float() * lost.float()).sum(-1)
-        live[module] = live[module] + of_tokens if module in live else of_tokens
+        of_run = (gradient[:, sum(window) :].float() * lost.float()).sum(-1)
+        live[module] = live[module] + of_run if module in live else of_run
 
     with frozen(net), attending(attentions, attend):
         for batch in batches:
             loss = example_losses(net, "causal-lm", batch).sum()
             if loss.requires_grad:  # else no module was called, which `attending` refuses
                 loss.backward()
-            for module, of_tokens in live.items():
-                parts = [part.sum(1) for part in of_tokens.split(block, 1)]
-                rows[module].append(torch.stack(parts, 1).flatten(0, 1).cpu())
-            live.clear()
-    result = []
-    for attention in attentions:
-        found = rows[attention.module]
-        each = torch.cat(found) if found else torch.zeros(1, attention.query_heads)
-        if first_not_finite(each) is not None:
-            raise DataError(
-                f"A slope of '{attention.path}' is not finite: the model overflows in this dtype "
-                "or its weights are damaged. Try --config dtype=float32."
-            )
-        result.append(each)
-    return result
+            result = []
+            for attention in attentions:
+                idle = torch.zeros(len(batch["input_ids"]), 1, attention.query_heads)
+                result.append(live.pop(attention.module, idle).cpu())
+                if first_not_finite(result[-1]) is not None:
+                    raise DataError(
+                        f"A slope of '{attention.path}' is not finite: the model overflows in this "
+                        "dtype or its weights are damaged. Try --config dtype=float32."
+                    )
+            yield result
 
 
 def windowed_outputs(
@@ -257,9 +240,7 @@ def windowed_outputs(
     (size, sinks), length = window, call.query.shape[2]
     with torch.no_grad():
         if call.mask is not None:
-            lone = call.seen(window)[0].any(-1)[:, 0, sum(window) :, None, None]
-            outputs = call.masked(range(call.key.shape[1]), window)[:, sum(window) :]
-            return outputs.where(lone, 0)
+            return call.masked(range(call.key.shape[1]), window)[:, sum(window) :]
         parts, step = [], max(size, _LEAST_CHUNK)
         for start in range(size + sinks, length, step):
             stop, low = min(start + step, length), start - size + 1
@@ -271,19 +252,17 @@ def windowed_outputs(
                 for states in (call.key, call.value)
             )
             part = replace(call, query=call.query[:, :, start:stop], key=key, value=value)
-            eager = own_attention(call.module)[1]
-            parts.append(part.outputs(mask_of(near[None, None], eager, call.query.dtype)))
+            parts.append(part.outputs(near[None, None]))
         return torch.cat(parts, 1)
 
 
-def _shares(
-    slopes: Sequence[Float[Tensor, "_blocks _heads"]], attentions: Sequence[Attention], unit: Unit
+def _squares(
+    slopes: Sequence[Float[Tensor, "examples _tokens _heads"]], units: Sequence[Units]
 ) -> Float[Tensor, " units"]:
-    """Return the sum over blocks of the squared slope of every unit, as a share of all."""
+    """Return the sum over tokens of the squared slope of every unit."""
     squares = [
-        part[:, heads].sum(1).double().square().sum()
-        for part, attention in zip(slopes, attentions, strict=True)
-        for heads in members(unit, attention.group_sizes)
+        part[..., heads].sum(-1).double().square().sum()
+        for part, of_module in zip(slopes, units, strict=True)
+        for heads in of_module
     ]
-    total = torch.stack(squares)
-    return total / total.sum().clamp(min=torch.finfo(total.dtype).tiny)
+    return torch.stack(squares)
