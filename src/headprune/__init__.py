@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for type checkers and the reference, which read these names
     from headprune.commands.compress import compress as compress
     from headprune.commands.convert_gqa import convert_gqa as convert_gqa
     from headprune.commands.convert_mla import convert_mla as convert_mla
+    from headprune.commands.convert_swa import convert_swa as convert_swa
     from headprune.commands.evaluate import evaluate as evaluate
     from headprune.commands.export import export as export
     from headprune.commands.families import families as families
@@ -41,6 +42,7 @@ _COMMANDS = [
     "compress",
     "convert_gqa",
     "convert_mla",
+    "convert_swa",
     "evaluate",
     "export",
     "families",
