@@ -12,12 +12,16 @@ import json
 import math
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
@@ -27,7 +31,7 @@ import numpy as np
 import torch
 import typer
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import headprune
 from headprune import from_pretrained
@@ -38,7 +42,7 @@ from headprune.config import (
 )
 from headprune.data.passages import passages
 from headprune.data.read import read_examples
-from headprune.data.sequences import packed_sequences
+from headprune.data.sequences import all_windows
 from headprune.evaluation import speed as speeds
 from headprune.evaluation.metrics import Samples, interval_of
 from headprune.evaluation.probes import last_words
@@ -137,7 +141,7 @@ def gate_steps(
 def windows_of(model: Path, data: Path, length: int, count: int) -> Tensor:
     """Return the first windows of a text."""
     examples = read_examples(DataConfig(source=str(data)))
-    rows = packed_sequences(examples, load_tokenizer(model), length, need=count)
+    rows = all_windows(examples, load_tokenizer(model), length, need=count)[0]
     return torch.tensor(rows[:count]["input_ids"])
 
 
@@ -466,7 +470,7 @@ def cache(
         net = in_llama_cpp(place, kind)
         numbers = {
             "wikitext2": math.exp(bench.nll(net, bench.wikitext, LONG, windows)),
-            "last_word": float(answered(net, given, 1).mean()),
+            "last_word": float(answered(net, given, 1).hits.mean()),
         }
         size = KVCache.of(from_pretrained(folder)).elements(1) * BYTES[kind]
         print(f"{name}, {kind} {numbers}")
@@ -482,6 +486,68 @@ def cache(
                 model_sha256=config.sha256,
             )
         )
+
+
+# ---- windows.md: memory and decoding in a long context
+
+
+@torch.no_grad()
+def filled(folder: Path, context: int, batch: int) -> tuple[PreTrainedModel, Any]:
+    """Return a model and its cache after a prompt, which it read in chunks."""
+    net = from_pretrained(folder, dtype="float32")
+    ids = torch.randint(0, net.config.vocab_size, (batch, context))
+    kept = DynamicCache(config=net.config)
+    for chunk in ids.split(LONG // 2, 1):
+        net(input_ids=chunk, past_key_values=kept, use_cache=True, logits_to_keep=1)
+    return net, kept
+
+
+@torch.no_grad()
+def decode(net: PreTrainedModel, kept: Any, batch: int, decoded: int) -> None:
+    """Decode some tokens."""
+    for _ in range(decoded):
+        ids = torch.zeros(batch, 1, dtype=torch.long)
+        net(input_ids=ids, past_key_values=kept, use_cache=True)
+
+
+def _peak(folder: Path, context: int, batch: int, decoded: int) -> int:
+    """Return the most memory of this process, which runs one model, in MiB."""
+    decode(*filled(folder, context, batch), batch, decoded)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+@app.command()
+def windows(
+    models: list[Path], context: int = 8192, batch: int = 4, decoded: int = 8, repeats: int = 7
+) -> None:
+    """Time decoding after a long prompt, in turn, and measure the memory of models by themselves.
+
+    The first model is the one that ratios are of.
+    """
+    how = (context, batch, decoded)
+    peaks = []
+    for model in models:
+        with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+            peaks.append(alone.submit(_peak, model, *how).result())
+    loaded = [filled(model, context, batch) for model in models]
+    times = np.empty((repeats + 1, len(models)))
+    for turn, (which, (net, kept)) in itertools.product(range(repeats + 1), enumerate(loaded)):
+        times[turn, which] = seconds(partial(decode, net, kept, batch, decoded))
+    rates = batch * decoded / times[1:]  # the first turn warms up
+    rows: list[dict[str, object]] = []
+    for which, model in enumerate(models):
+        ratio = rates[:, which] / rates[:, 0]
+        net = loaded[which][0]
+        rows.append(
+            {
+                "model": model.name,
+                "KV cache, MiB": batch * model_cost(net, context).kv_cache_bytes / 2**20,
+                "peak memory, MiB": peaks[which],
+                "decoded tokens/s": float(median(rates[:, which])),
+                "over the first": f"{median(ratio):.2f} ({ratio.min():.2f} to {ratio.max():.2f})",
+            }
+        )
+    print(table(rows))
 
 
 # ---- check.md

@@ -15,6 +15,10 @@ mean over their predicted tokens. Tasks are run by lm-eval on files that are mad
 word of a passage, and its last sentence among four. Weights are cut in float32, and measured in
 bfloat16, as is the original.
 
+``measure: far`` is of long contexts, in float32: the perplexity of positions after the first 512 in
+windows of ``length`` tokens; the share of needles found (40, beyond the window of any row) and the
+loss of their digits; the bytes of the KV cache of such a context in 16 bits.
+
 ``measure: similarity`` is of encoders: the correlation of the similarities of sentences with those
 of the original, on pairs of STSb dev. ``measure: own_text`` is of causal models without a
 tokenizer: the perplexity of sequences that the original wrote, which also are its samples.
@@ -59,18 +63,21 @@ from transformers.masking_utils import sdpa_mask
 
 import headprune
 from headprune import from_pretrained
-from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig
+from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig, NeedleConfig
 from headprune.data.batches import calibration
+from headprune.data.needles import Needle, Window, needles
 from headprune.data.passages import passage_words, passages
 from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import tokenized_rows
 from headprune.data.text import evenly
 from headprune.evaluation.metrics import similarity_correlation
-from headprune.evaluation.quality import causal_losses, embeddings
+from headprune.evaluation.probes import SECRETS
+from headprune.evaluation.quality import LOSSES, Pass, causal_losses, embeddings, position_ranges
 from headprune.evaluation.tasks import task_scores
 from headprune.evidence.recall import passage_dependent_words
 from headprune.model.answers import answered
 from headprune.model.attention import attention_of
+from headprune.model.cost import KVCache
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import load_tokenizer
 from rivals import CUTTERS, by_scores
@@ -81,7 +88,9 @@ SAMPLES = 3
 LONG, SHORT = 2_048, 128  # tokens of a window; the second is the habit of FLAP and LLM-Pruner
 WINDOWS = 20  # of 2,048 tokens, of texts that are not read whole
 PASSAGES = 400
-OURS = ("prune", "train_gates", "convert_gqa", "convert_mla")
+FAR_WINDOWS, FAR = 10, 512  # windows of a long context, and the position that they count from
+NEEDLES = 40
+OURS = ("prune", "train_gates", "convert_gqa", "convert_mla", "convert_swa")
 TOKENS, SEQ_LEN = 16_384, 512  # of calibration
 OWN = 64  # tokens of a sequence that a model writes; many end not much later
 
@@ -185,12 +194,16 @@ class Config(Strict):
         sha256: Digest of its weights.
         measure: What is measured; see the top of this file.
         tasks: Whether to measure passage words and tasks too, half of the time.
+        length: Tokens of a long context.
+        needle_keys: Facts in it, of which one is asked for.
     """
 
     model: str
     sha256: str
-    measure: Literal["text", "similarity", "own_text"] = "text"
+    measure: Literal["text", "far", "similarity", "own_text"] = "text"
     tasks: bool = True
+    length: int = LONG
+    needle_keys: int = 4
     rows: tuple[Row, ...]
 
     def named(self, name: str) -> Row:
@@ -258,10 +271,10 @@ class Results(Strict):
         wanted = (table, row, sample)
         return next((r for r in self.results if (r.table, r.row, r.sample) == wanted), None)
 
-    def original(self, digest: str) -> Result | None:
-        """Return the original of a digest, measured for any table; None before that."""
-        known = (r for r in self.results if r.row == "original")
-        return next((r for r in known if r.model_sha256 == digest), None)
+    def original(self, digest: str, table: str) -> Result | None:
+        """Return the original of a digest, measured for a table or any other; None before that."""
+        known = [r for r in self.results if r.row == "original" and r.model_sha256 == digest]
+        return next((r for r in known if r.table == table), known[0] if known else None)
 
     def write_with(self, result: Result) -> Results:
         """Write and return all of them and another.
@@ -340,7 +353,7 @@ class Bench:
             if short:
                 numbers["wikitext2_128"] = math.exp(self.nll(net, self.wikitext, SHORT))
             if self.config.tasks:
-                numbers["passage_words"] = float(answered(net, self._needed, 8).mean())
+                numbers["passage_words"] = float(answered(net, self._needed, 8).hits.mean())
                 scored, _ = task_scores(net, self.tokenizer, self._evaluation)
                 numbers |= {one.name.partition(":")[0]: one.value for one in scored}
         return numbers
@@ -365,7 +378,7 @@ class Bench:
         count = len(ids) // length
         starts = [length * n for n in (range(count) if windows is None else evenly(count, windows))]
         rows = Dataset.from_dict({"input_ids": [ids[at : at + length] for at in starts]})
-        losses = causal_losses(net, rows, self.tokenizer, max(1, LONG // length))
+        losses = causal_losses(Pass(net, rows, self.tokenizer, max(1, LONG // length)))
         return float(losses.nll_nats.sum() / losses.tokens.sum())
 
     @cache  # noqa: B019  # one bench a run
@@ -417,12 +430,56 @@ class Bench:
             if settings.get("merge") == "mean":
                 given = {}
             headprune.convert_gqa(self.model, out, **settings, **given)
+        elif row.method == "convert_swa":
+            of_context: dict[str, Any] = {"seq_len": self.config.length}
+            headprune.convert_swa(self.model, out, data=text, **settings, **of_context)
         else:
             headprune.convert_mla(self.model, out, data=text, **settings, **amount)
         if steps:
             cut = out.rename(folder / "cut")
             headprune.heal(cut, out, teacher=self.model, data=text, steps=steps)
         return out
+
+
+class Far(Bench):
+    """A causal model in long contexts."""
+
+    def publish(self, made: Made, short: bool) -> dict[str, float]:
+        """Return perplexity beyond the first tokens, needles, and bytes of the cache."""
+        net = made.net.float().eval()
+        hits, nats = answered(net, [needle.row for needle in self._needles], 1)
+        bytes_of = KVCache.of(net).elements(self.config.length) * 2
+        return {
+            "wikitext2_far": math.exp(self.far(net, self.wikitext)),
+            "brown_far": math.exp(self.far(net, self.brown)),
+            "needles": float(hits.mean()),
+            "needle_nats": float(nats.mean()),
+            "kv_bytes": bytes_of,
+        }
+
+    def far(self, net: PreTrainedModel, text: str) -> float:
+        """Return the mean loss of tokens after the first 512 of long windows."""
+        ids, length = self._ids(text), self.config.length
+        starts = [length * n for n in evenly(len(ids) // length, FAR_WINDOWS)]
+        rows = Dataset.from_dict({"input_ids": [ids[at : at + length] for at in starts]})
+        columns = causal_losses(Pass(net, rows, self.tokenizer, 1)).columns()
+        names = [name for name, each in position_ranges(rows).items() if each.start >= FAR]
+        sums = [sum(columns[f"{kind}@{name}"].sum() for name in names) for kind in LOSSES[:2]]
+        return float(sums[0] / sums[1])
+
+    @cached_property
+    def _needles(self) -> tuple[Needle, ...]:
+        """Needles in Brown, beyond a quarter of the context, the widest window of any row."""
+        length = self.config.length
+        how = NeedleConfig(
+            needle_lengths=(length,),
+            needle_trials=-(-NEEDLES // 3),  # of five depths three lie beyond the window
+            needle_keys=self.config.needle_keys,
+        )
+        examples = read_examples(DataConfig(source=str(_written(self.work / "b.txt", self.brown))))
+        window = Window(length // 4, 4)
+        beyond = needles(examples, self.tokenizer, SECRETS, how, None, window=window)
+        return tuple(beyond[:NEEDLES])
 
 
 class Similarities(Bench):
@@ -455,7 +512,7 @@ class Similarities(Bench):
         examples = Examples([(text,) for text in sentences], None, True)
         rows = tokenized_rows(examples, self.tokenizer, self.seq_len)
         with _measured(made) as net:
-            return embeddings(net, rows, self.tokenizer, 32)
+            return embeddings(Pass(net, rows, self.tokenizer, 32))
 
 
 class OwnText(Bench):
@@ -482,7 +539,7 @@ class OwnText(Bench):
             return {"own_text": math.exp(self.nll(net, self._own, OWN))}
 
 
-BENCHES = {"text": Bench, "similarity": Similarities, "own_text": OwnText}
+BENCHES = {"text": Bench, "far": Far, "similarity": Similarities, "own_text": OwnText}
 
 
 def own_text(net: PreTrainedModel, seed: int, count: int = TOKENS // OWN * 5 // 4) -> str:
@@ -664,6 +721,11 @@ def measure(
 _COLUMNS = {
     "wikitext2": ("WikiText-2", False),
     "wikitext2_128": ("at 128", False),
+    "wikitext2_far": ("WikiText-2 after 512", False),
+    "brown_far": ("Brown after 512", False),
+    "needles": ("needles", True),
+    "needle_nats": ("nats of a needle", False),
+    "kv_bytes": ("KV bytes", False),
     "brown": ("Brown", False),
     "passage_words": ("passage words", True),
     "last_word": ("last words", True),
@@ -677,7 +739,7 @@ _MARK = re.compile(r"(<!-- protocol: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 def table(name: str, results: Results) -> str:
     """Return the table of a config in Markdown: means over samples, relative to the original."""
     config = read_config(CONFIGS / f"{name}.yaml")
-    original = results.original(config.sha256)
+    original = results.original(config.sha256, name)
     if original is None:
         return "Not measured yet.\n"
     measured = sorted((r for r in results.results if r.table == name), key=lambda r: r.sample)

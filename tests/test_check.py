@@ -74,6 +74,11 @@ def of_limit(text, ours, theirs=None, seed=0):
         ("load_route == native", Comparison.ABSOLUTE, "==", "native"),
         ("perplexity[wiki] <= +1 %", Comparison.CHANGE, "<=", 0.01),
         ("lambada:acc >= 98 %", Comparison.SHARE, ">=", 0.98),
+        ("perplexity@1k-2k <= 105 %", Comparison.SHARE, "<=", 1.05),
+        ("perplexity@512-1k[wiki] recovery >= 98 %", Comparison.RECOVERY, ">=", 0.98),
+        ("kv_cache_bytes@8k <= 50 %", Comparison.SHARE, "<=", 0.5),
+        ("needle_nats <= +0.1", Comparison.DIFFERENCE, "<=", 0.1),
+        ("decode_tokens_per_s@8k >= 120 %", Comparison.SHARE, ">=", 1.2),
     ],
 )
 def test_limits_say_what_they_compare(text, kind, op, bound):
@@ -103,6 +108,12 @@ def test_limits_say_what_they_compare(text, kind, op, bound):
         ("load_route <= native", "compared by name"),
         ("perplexty[brown] <= 2", "no metric 'perplexty' of data. Did you mean 'perplexity'?"),
         ("query_heads[brown] <= 2", "no metric 'query_heads' of data"),
+        ("perplexty@1k-2k <= 2", "no metric 'perplexty'. Did you mean 'perplexity'?"),
+        ("perplexity@1k-2k >= 2", "must be bounded by <="),
+        ("kv_cache_bytes@8k[wiki] <= 2", "no metric 'kv_cache_bytes' of data"),
+        ("needle_nats >= 0.1", "must be bounded by <="),
+        ("decode_tokens_per_s@long >= 1 %", "write it as 'decode_tokens_per_s@8k'"),
+        ("decode_tokens_per_s@8k >= 100", "more of the machine than of the model"),
         ("lambada:acc == 1", "bound the score of a task by <= or >="),
     ],
 )
@@ -256,7 +267,14 @@ def test_a_model_at_a_relative_limit_hardly_ever_passes(text, lost, n):
         assert passed["plain"] > 9
 
 
-CONTINUOUS = ("perplexity", "bits_per_byte", "nll_nats_per_token", "spearman", "pearson")
+CONTINUOUS = (
+    "needle_nats",
+    "perplexity",
+    "bits_per_byte",
+    "nll_nats_per_token",
+    "spearman",
+    "pearson",
+)
 OF_VECTORS = ("mean_cosine", "similarity_correlation")
 
 
@@ -625,15 +643,45 @@ def test_a_baseline_of_something_else_is_refused(folders, tmp_path):
 
 
 def test_needles_in_other_contexts_are_no_baseline(folders, tmp_path):
-    limits = {"limits": ("needle_accuracy >= -0.9",), "baseline": str(tmp_path / "b.json")}
-    update_baseline(config(folders, **limits, needle_lengths=(48,)))
-    check(config(folders, **limits, needle_lengths=(48,)))
-    other = config(folders, **limits, needle_lengths=(64,))
-    refused(other, "measured otherwise: needle_lengths was [48] and is [64]", DataError)
-    other = config(folders, **limits, needle_lengths=(48,), needle_trials=8)
-    refused(other, "measured otherwise: needle_trials was 4 and is 8", DataError)
+    limits = {"limits": ("needle_nats <= +0.9",), "baseline": str(tmp_path / "b.json")}
+    update_baseline(config(folders, **limits, needle_lengths=(64,)))
+    assert check(config(folders, **limits, needle_lengths=(64,))).passed
+    other = config(folders, **limits, needle_lengths=(80,))
+    refused(other, "measured otherwise: needle_lengths was [64] and is [80]", DataError)
+    for name in ("trials", "keys"):
+        other = config(folders, **limits, needle_lengths=(64,), **{f"needle_{name}": 2})
+        refused(other, f"measured otherwise: needle_{name} was 4 and is 2", DataError)
     absolute = {**limits, "limits": ("needle_accuracy >= 0", "perplexity <= +2 %")}
-    check(config(folders, **absolute, needle_lengths=(64,)))  # nothing of needles is compared
+    check(config(folders, **absolute, needle_lengths=(80,)))  # nothing of needles is compared
+
+
+def test_positions_contexts_and_needles_have_limits(tmp_path):
+    """Of a model with a window, against one without."""
+    settings = {"max_position_embeddings": 2_048, "num_hidden_layers": 2}
+    for name, window in (("base", None), ("near", 16)):
+        tiny.save(tiny.model("mistral", sliding_window=window, **settings), tmp_path / name)
+    (tmp_path / "text.txt").write_text(tiny.text(8_000))
+    holds = (
+        *("perplexity@256-512 <= 10_000", "perplexity@512-600 <= 200 %", "needle_nats <= 200 %"),
+        *("decode_tokens_per_s@64 >= 1 %", "prefill_tokens_per_s >= 1 %"),
+        *("needle_accuracy >= 0", "kv_cache_bytes@2k <= 1 %", "kv_cache_bytes@2k <= +0 %"),
+    )
+    broken = ("perplexity@512-600 <= 1.1", "kv_cache_bytes@2k >= 2 %", "needle_nats <= 0.01")
+    how = {"seq_len": 600, "needle_lengths": (128,), "max_windows": 12}
+    given = {"limits": (*holds, *broken), "against": str(tmp_path / "base"), **how}
+    settings = config(tmp_path, "near", **given)
+    update_baseline(settings)
+    found = verdicts_of(check(settings))
+    assert {text: found[text] for text in holds} == dict.fromkeys(holds, "passed")
+    assert {text: found[text] for text in broken} == dict.fromkeys(broken, "broken")
+    others = {
+        "perplexity@1k-2k <= 2": "this run does not measure perplexity@1k-2k",
+        "kv_cache_bytes@8k <= 2": "this run knows query_heads",
+        "parameters@2k <= 2": "kv_cache_bytes@2k",
+        "decode_tokens_per_s@8k >= 1 %": "after 8,192 tokens, and a MistralForCausalLM",
+    }
+    for text, message in others.items():
+        refused(config(tmp_path, "near", **given | {"limits": (text,)}), message)
 
 
 def test_embeddings_beside_another_original_are_no_baseline(tmp_path):

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,8 @@ from headprune.errors import (
     ProofError,
     TrainingError,
 )
+from headprune.evaluation.quality import TokenLosses
+from headprune.evaluation.task_table import TASKS
 from headprune.evaluation.written import write
 from headprune.model.attention import attention_of
 from headprune.model.heads import read_output, write_output
@@ -129,7 +132,7 @@ def test_a_tenth_of_the_passage_words_is_a_hundredth_of_perplexity(words, first)
         Contender(name=str(at), chosen_by=1.05 + 0.03 * at, seconds=0, passage_words=kept, **sizes)
         for at, kept in enumerate(words)
     ]
-    measure = heldout.MEASURES["causal-lm"]
+    measure = TASKS["causal-lm"].measure
     assert min(pair, key=lambda one: distance(one, measure)) is pair[first]
 
 
@@ -539,15 +542,15 @@ def test_a_candidate_whose_outputs_are_not_finite_is_left_out(
     llama_folder, data, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:2])
-    losses, calls = heldout.quality.causal_losses, []
+    task, calls = TASKS["causal-lm"], []
 
-    def breaking(*arguments, **settings):
+    def breaking(run):
         calls.append(1)
         if len(calls) == 3:  # the original has two texts
             raise DataError("The loss of sequence 0 is nan.")
-        return losses(*arguments, **settings)
+        return task.outputs(run)
 
-    monkeypatch.setattr(heldout.quality, "causal_losses", breaking)
+    monkeypatch.setitem(TASKS, "causal-lm", replace(task, outputs=breaking))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert list(choice.failed.values()) == ["The loss of sequence 0 is nan."]
     assert [one.name for one in choice.contenders] == ["KV groups, fisher"]
@@ -641,15 +644,17 @@ def test_without_data_the_text_that_ships_is_used(tmp_path, monkeypatch):
 
 def test_measures_tell_the_original_from_others():
     def number(task, *both):
-        measure = heldout.MEASURES[task]
+        measure = TASKS[task].measure
         return float(measure.number(measure.rows(*both)))
 
-    losses = np.array([[10.0, 5.0], [20.0, 5.0]])
-    worse = losses + np.array([[1.0, 0.0], [4.0, 0.0]])
+    losses = TokenLosses(np.array([10.0, 20.0]), np.array([5.0, 5.0]), np.zeros(2))
+    worse = losses._replace(nll_nats=losses.nll_nats + np.array([1.0, 4.0]))
     assert number("causal-lm", losses, losses) == 1.0
     assert number("causal-lm", worse, losses) == pytest.approx(np.exp(0.5))
-    labels = np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 0.0])
-    assert number("classification", *labels) == pytest.approx(2 / 3)
+    classes = np.eye(4)[[1, 2, 3]], np.eye(4)[[1, 2, 0]]
+    assert number("classification", *classes) == pytest.approx(2 / 3)
+    tags = [np.array([0, 2]), np.array([1])], [np.array([0, 1]), np.array([1])]
+    assert number("token-classification", *tags) == pytest.approx(2 / 3)
     unit = np.array([[1.0, 0.0], [0.0, 1.0]])
     assert number("features", unit, unit) == 1.0
     assert number("features", unit, unit[::-1]) == 0.0

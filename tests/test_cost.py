@@ -116,6 +116,17 @@ def test_a_context_is_said_wherever_there_are_windows(case, tmp_path, capsys):
         headprune.compress(folder, max_kv_bytes=live, dry_run=True)
 
 
+@pytest.mark.parametrize("case", ["llama-gqa", "mistral", "gemma3_text-sliding_first"])
+def test_caches_are_stated_at_contexts_that_the_model_takes(case):
+    assert model_cost(tiny.model(case)).kv_cache_bytes_at == {}  # of 128 positions
+    model = tiny.model(case, torch.bfloat16, max_position_embeddings=8_192)
+    cost = model_cost(model)
+    assert [*cost.kv_cache_bytes_at] == [2_048, 8_192]
+    assert cost.kv_cache_bytes_at[2_048] == sum(live_bytes(model, 2_048))
+    grows = cost.kv_cache_bytes_at[8_192] / cost.kv_cache_bytes_at[2_048]
+    assert (grows == 4) == (case == "llama-gqa") and (grows == 1) == (case == "mistral")
+
+
 @pytest.mark.parametrize("case", tiny.CASES)
 def test_every_parameter_counts_once(case):
     model = tiny.model(case)

@@ -572,10 +572,10 @@ def test_nothing_to_mask_and_nothing_to_predict(text_file):
     of = tiny.tokenizer()
     special = Dataset.from_dict({"input_ids": [[0, 1, 2, 0]] * 2})
     with pytest.raises(DataError, match="no token to score in 2 windows"):
-        quality.masked_losses(tiny.model("bert-mlm"), special, of, 2, seed=0)
+        quality.masked_losses(quality.Pass(tiny.model("bert-mlm"), special, of, 2, seed=0))
     one = Dataset.from_dict({"input_ids": [[9]] * 3})
     with pytest.raises(DataError, match="no token to score in 3 windows"):
-        quality.causal_losses(tiny.model("llama-gqa"), one, of, 2)
+        quality.causal_losses(quality.Pass(tiny.model("llama-gqa"), one, of, 2))
     config = TrainGatesConfig(target_heads=0.5, seq_len=8, batch_size=2, steps=1)
     data = DataConfig(source=str(text_file))
     read = batches(Objective.MLM, tiny.model("bert-mlm"), of, data, config)

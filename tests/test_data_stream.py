@@ -14,7 +14,7 @@ from headprune.config import CalibrationConfig, ConvertConfig, DataConfig, HealC
 from headprune.data import sequences
 from headprune.data.batches import batches, calibration, merge_calibration
 from headprune.data.read import Examples, read_examples
-from headprune.data.sequences import packed_sequences, windows
+from headprune.data.sequences import all_windows, windows
 from headprune.data.text import evenly, lengths
 from headprune.data.tokens import WHOLE, slices, tokens_of
 from headprune.errors import DataError
@@ -89,7 +89,7 @@ def test_windows_are_those_of_whole_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(sequences, "_AT_ONCE", 100)
     of, texts = tiny.tokenizer(), [PROSE, tiny.text(300), tiny.text(200)]
     stream = flat(whole(text, of) for text in texts)
-    found = packed_sequences(files(tmp_path, *texts), of, 16)
+    found = all_windows(files(tmp_path, *texts), of, 16)[0]
     rows = [stream[i * 16 : i * 16 + 16] for i in range(len(stream) // 16)]
     assert list(found["input_ids"]) == rows
     assert all(mask == [1] * 16 for mask in found["attention_mask"])
@@ -103,7 +103,7 @@ def test_windows_are_those_of_whole_documents(tmp_path, monkeypatch):
     assert set(begins.tolist()) == {0, 1, 2}
     documents = Examples([(text,) for text in texts], None, rows_are_documents=True)
     ended = flat([*whole(text, of), of.eos_token_id] for text in texts)
-    found = packed_sequences(documents, of, 16)
+    found = all_windows(documents, of, 16)[0]
     assert flat(found["input_ids"]) == ended[: len(ended) // 16 * 16]
 
 
@@ -149,7 +149,7 @@ def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     examples = read_examples(DataConfig(source=str(tmp_path / "rows.jsonl")))
-    found = packed_sequences(examples, tiny.tokenizer(), 4)
+    found = all_windows(examples, tiny.tokenizer(), 4)[0]
     assert list((tmp_path / "tmp").iterdir()) == []
     assert len(found) == 11 and len(list(examples.texts)) == 9  # and they are still there
 
@@ -161,4 +161,4 @@ def test_a_full_disk_is_said(monkeypatch):
     monkeypatch.setattr("headprune.data.files.pa.OSFile", full)
     examples = Examples([("w1 w2",)], None, rows_are_documents=True)
     with pytest.raises(DataError, match="could not be kept in .*No space left.*TMPDIR"):
-        packed_sequences(examples, tiny.tokenizer(), 2)
+        all_windows(examples, tiny.tokenizer(), 2)

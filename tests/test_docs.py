@@ -19,7 +19,7 @@ from tests import tiny
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-WALKS = ("family", "criterion", "merge", "metric", "form", "format", "command")
+WALKS = ("family", "criterion", "merge", "metric", "task", "form", "format", "command")
 OF_OTHERS = {"--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--compilation-config"}
 
 

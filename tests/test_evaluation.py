@@ -14,6 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from rich.console import Console
+from torch.nn import functional as F
 from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from headprune.config import DataConfig, EvaluateConfig
@@ -26,6 +27,7 @@ from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.evaluate import evaluate, run
 from headprune.evaluation.loaded import load
 from headprune.evaluation.metrics import Samples, rank_correlation, similarity_correlation
+from headprune.evaluation.quality import Pass
 from headprune.evaluation.report import Metric, Report
 from headprune.evaluation.speed import measure
 from headprune.model.attention import attention_of
@@ -44,7 +46,7 @@ def sequences_of(path, seq_len=16, count=7):
 
 def test_causal_losses_are_those_of_the_model(text_file):
     model, rows = tiny.model("llama-gqa"), sequences_of(text_file)
-    losses = quality.causal_losses(model, rows, tiny.tokenizer(), batch_size=3)
+    losses = quality.causal_losses(Pass(model, rows, tiny.tokenizer(), batch_size=3))
     ids = torch.tensor(rows["input_ids"])
     with torch.no_grad():
         wanted = [float(model(row[None], labels=row[None]).loss) * 15 for row in ids]
@@ -56,12 +58,56 @@ def test_causal_losses_are_those_of_the_model(text_file):
     assert losses.utf8_bytes[0] == sum(len(f" {word}") for word in words)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_by_position_are_those_of_the_model(dtype, tmp_path):
+    (tmp_path / "long.txt").write_text(tiny.text(3_400))
+    model = tiny.model("llama-gqa", dtype, max_position_embeddings=2_048)
+    rows = sequences_of(tmp_path / "long.txt", 1_100, 3)
+    run = Pass(model, rows, tiny.tokenizer(), 2)
+    losses = quality.causal_losses(run)
+    ranges = {"256-512": (256, 512), "512-1k": (512, 1_024), "1k-1100": (1_024, 1_100)}
+    assert [*losses.by_position] == [f"{n}@{r}" for r in ranges for n in ("nll_nats", "tokens")]
+    ids = torch.tensor(rows["input_ids"])
+    with torch.no_grad():
+        logits = torch.cat([model(row[None, :-1]).logits for row in ids]).float()
+    of_each = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").double()
+    for name, (start, stop) in ranges.items():
+        wanted, shifted = (of_each[:, start - d : stop - d].sum(1) for d in (1, 2))
+        found = losses.by_position[f"nll_nats@{name}"]
+        np.testing.assert_allclose(found, wanted, rtol=1e-6 if dtype == torch.float32 else 1e-3)
+        assert np.abs(found - shifted.numpy()).min() > 1e-2  # the comparison can fail
+        assert losses.by_position[f"tokens@{name}"].tolist() == [stop - start] * 3
+    assert not quality.position_ranges(sequences_of(tmp_path / "long.txt", 512, 3))
+
+
+def test_ranges_of_positions_are_metrics_with_ratios(tmp_path):
+    (tmp_path / "long.txt").write_text(tiny.text(14_000))
+    folders = [
+        tiny.save(tiny.model(case, max_position_embeddings=1_024), tmp_path / case)
+        for case in ("llama-gqa", "llama-mha")
+    ]
+    data = {"": DataConfig(source=str(tmp_path / "long.txt"))}
+    data["other"] = data[""]
+    config = EvaluateConfig(**FAST | {"seq_len": 600})
+    report = evaluate(folders[0], data, config, against=folders[1])
+    names = [f"perplexity@{r}{d}" for d in ("", "[other]") for r in ("256-512", "512-600")]
+    values = {one.name: one for one in report.model.metrics}
+    assert [name for name in values if name.startswith("perplexity@")] == names
+    kinds = {one.name: one.kind for one in report.differences}
+    assert {kinds[name] for name in names} == {"ratio"}
+    assert values[names[0]].value == values[names[2]].value != values[names[1]].value
+    shown = [row[0] for row in report.rows()]
+    assert "perplexity at 256-512" in shown and "perplexity at 512-600 [other]" in shown
+    short = evaluate(folders[0], data, config.model_copy(update={"seq_len": 512}))
+    assert not any("@" in one.name for one in short.model.metrics)
+
+
 def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path):
     path, tokenizer = tmp_path / "rows.jsonl", tiny.tokenizer()
     path.write_text("".join(json.dumps({"text": tiny.text(4, s)}) + "\n" for s in range(40)))
     rows = sequences_of(path)
     assert tokenizer.eos_token_id in rows[0]["input_ids"][1:]
-    losses = quality.causal_losses(tiny.model("llama-gqa"), rows, tokenizer, batch_size=3)
+    losses = quality.causal_losses(Pass(tiny.model("llama-gqa"), rows, tokenizer, batch_size=3))
     for row, size in zip(rows["input_ids"], losses.utf8_bytes, strict=True):
         words = [word for word in pairwise(tokenizer.decode(row).split()) if word[1] != "</s>"]
         # no space stands before a document
@@ -69,7 +115,7 @@ def test_bytes_are_those_of_the_text_and_not_of_names_of_special_tokens(tmp_path
     path = tmp_path / "text.txt"
     path.write_text("w1 unheard words öf " + tiny.text(40))
     rows = sequences_of(path, count=1)
-    losses = quality.causal_losses(tiny.model("llama-gqa"), rows, tokenizer, batch_size=1)
+    losses = quality.causal_losses(Pass(tiny.model("llama-gqa"), rows, tokenizer, batch_size=1))
     assert tokenizer.unk_token_id in rows[0]["input_ids"][1:]  # it stands for text
     words = path.read_text().split()[1:16]
     assert losses.utf8_bytes[0] == sum(len(f" {word}".encode()) for word in words)
@@ -81,8 +127,8 @@ def test_losses_do_not_depend_on_batch_size(case, text_file):
 
     def nll(size, seed=0):
         if case == "llama-gqa":
-            return quality.causal_losses(model, rows, tokenizer, size).nll_nats
-        return quality.masked_losses(model, rows, tokenizer, size, seed).nll_nats
+            return quality.causal_losses(Pass(model, rows, tokenizer, size)).nll_nats
+        return quality.masked_losses(Pass(model, rows, tokenizer, size, seed=seed)).nll_nats
 
     np.testing.assert_allclose(nll(1), nll(7), rtol=1e-5)
     np.testing.assert_allclose(nll(2), nll(3), rtol=1e-5)
@@ -109,14 +155,14 @@ def test_embeddings_ignore_padding():
     model, tokenizer = tiny.model("bert-base"), tiny.tokenizer()
     texts = [tiny.text(n, seed=n) for n in (3, 12, 7)]
     rows = Dataset.from_dict(dict(tokenizer(texts)))
-    together = quality.embeddings(model, rows, tokenizer, batch_size=3)
-    alone = quality.embeddings(model, rows, tokenizer, batch_size=1)
+    together = quality.embeddings(Pass(model, rows, tokenizer, batch_size=3))
+    alone = quality.embeddings(Pass(model, rows, tokenizer, batch_size=1))
     np.testing.assert_allclose(together, alone, atol=1e-5)
     with torch.no_grad():
         states = model(**tokenizer(texts[0], return_tensors="pt")).last_hidden_state[0].mean(0)
     np.testing.assert_allclose(together[0], (states / states.norm()).numpy(), atol=1e-5)
     seen = rows.map(lambda row: {"attention_mask": [1] * 12, "input_ids": pad(row["input_ids"])})
-    padded = quality.embeddings(model, seen, tokenizer, batch_size=3)
+    padded = quality.embeddings(Pass(model, seen, tokenizer, batch_size=3))
     assert np.abs(padded[0] - alone[0]).max() > 1e-3  # had the padding counted, it would show
 
 
@@ -136,9 +182,9 @@ def test_decoders_without_a_padding_token_are_padded_too(pad_id):
     with torch.no_grad():
         wanted = [int(model(torch.tensor([ids])).logits.argmax()) for ids in rows["input_ids"]]
     assert len(set(wanted)) > 1
-    assert quality.predictions(model, rows, tokenizer, batch_size=5).tolist() == wanted
+    assert quality.logits(Pass(model, rows, tokenizer, batch_size=5)).argmax(1).tolist() == wanted
     alone, together = (
-        quality.embeddings(model.transformer, rows, tokenizer, batch_size=n) for n in (1, 5)
+        quality.embeddings(Pass(model.transformer, rows, tokenizer, batch_size=n)) for n in (1, 5)
     )
     np.testing.assert_allclose(together, alone, atol=1e-5)
 
@@ -155,14 +201,14 @@ def test_damaged_rows_and_empty_texts_are_named():
         broken.model.norm.weight[0] = math.nan
     windows = Dataset.from_dict({"input_ids": [[5, 6, 7]]})
     with pytest.raises(DataError, match="loss of window 0 is not finite"):
-        quality.causal_losses(broken, windows, tokenizer, 4)
+        quality.causal_losses(Pass(broken, windows, tokenizer, 4))
     with pytest.raises(DataError, match="output for row 1 is not finite"):
-        quality.predictions(classifier, rows, tokenizer, 2)
+        quality.logits(Pass(classifier, rows, tokenizer, 2))
     with pytest.raises(DataError, match="embedding of row 1 is not finite"):
-        quality.embeddings(encoder, rows, tokenizer, 2)
+        quality.embeddings(Pass(encoder, rows, tokenizer, 2))
     rows = Dataset.from_dict(dict(tokenizer(["w1 w2", "w3", ""])))
     with pytest.raises(DataError, match="Row 2 .* has no tokens"):
-        quality.embeddings(tiny.model("bert-base"), rows, tokenizer, 2)
+        quality.embeddings(Pass(tiny.model("bert-base"), rows, tokenizer, 2))
     with pytest.raises(DataError, match="mean cosine is nan on 4 examples"):
         Metric.of("mean_cosine", math.nan, 4)
 
@@ -331,6 +377,30 @@ def test_speeds_beside_the_original_have_their_range(text_file, tmp_path):
         (bounds,) = re.findall(r"^\d+\.\d{3} x \[(.+), (.+)\]$", str(cells[name]))
         assert 0 < float(bounds[0]) < float(bounds[1])
     assert "[" not in str(cells["query heads"])
+
+
+def test_speed_is_timed_after_prompts_of_stated_lengths(text_file, tmp_path):
+    folder = tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    given = {"speed": True, "decode_batches": (2,), "speed_contexts": (24, 128)}
+    config, data = EvaluateConfig(**FAST | given), DataConfig(source=str(text_file))
+    report = evaluate(folder, data, config, against=folder)
+    # a prompt of all positions leaves room for what is decoded
+    assert [one.prompt_tokens for one in report.model.speed_at] == [24, 112]
+    _, table = evaluated(report)
+    assert table.columns[1:] == [
+        "prefill tokens/s",
+        *(f"decoded tokens/s, batch {n}" for n in (1, 2)),
+    ]
+    assert [row[0] for row in table.rows] == ["24 tokens", "112 tokens"]
+    assert all(
+        re.fullmatch(r"[\d,.]+ \(\d+\.\d\d x\)", cell) for row in table.rows for cell in row[1:]
+    )
+    assert Report.model_validate_json(report.model_dump_json()) == report
+    too_long = config.model_copy(update={"speed_contexts": (24, 129)})
+    with pytest.raises(
+        HeadpruneError, match="after 129 tokens, and a LlamaForCausalLM here has 128 positions"
+    ):
+        evaluate(folder, data, too_long)
 
 
 def test_models_of_other_dtypes_are_told_apart(text_file, tmp_path):

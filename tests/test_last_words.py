@@ -42,7 +42,7 @@ def tokenizer():
 def columns(model, words, given, size=4):
     """What a model makes of passages."""
     prompts = last_words(given, words, most_tokens(model, words))
-    return {"last_word_hits": answered(model, prompts, size)}
+    return {"last_word_hits": answered(model, prompts, size).hits}
 
 
 def test_passages_are_whole_sentences_without_their_last_word():
@@ -239,7 +239,7 @@ def test_unequal_numbers_of_windows_are_not_paired(tmp_path, monkeypatch):
     text = [sentence(number, 60) for number in range(5)]
     (tmp_path / "text.txt").write_text("\n".join(text))
     counts = iter([3, 4])
-    monkeypatch.setattr(evaluation, "answered", lambda *_: np.ones(next(counts)))
+    monkeypatch.setattr(evaluation, "answered", lambda *_: np.ones((2, next(counts))))
     data = DataConfig(source=str(tmp_path / "text.txt"))
     fast = {"seq_len": 16, "speed": False, "resamples": 200, "passage_words": 0}
     config = EvaluateConfig(**fast)
@@ -286,15 +286,15 @@ def test_an_evaluation_says_which_words_of_the_passage_are_kept(tmp_path, monkey
     given = passage_words(read_examples(data), 100, words, None)
     assert len(given) == 24
     rows = passage_dependent_words(tiny.model("llama-gqa"), given, 4)
-    alone = answered(tiny.model("llama-gqa"), [one.alone for one in given], 4)
+    alone = answered(tiny.model("llama-gqa"), [one.alone for one in given], 4).hits
     assert 5 <= len(rows) == 24 - alone.sum() < 24  # some sentences tell the word by themselves
     same = evaluate(tmp_path / "model", data, config, tmp_path / "model")
     cut = evaluate(tmp_path / "cut", data, config, tmp_path / "model")
-    for report, wanted in ((same, 1.0), (cut, answered(model, rows, 4).mean())):
+    for report, wanted in ((same, 1.0), (cut, answered(model, rows, 4).hits.mean())):
         for side, value in ((report.model, wanted), (report.against, 1.0)):
             (one,) = (each for each in side.metrics if each.name == "passage_words")
             assert (one.value, one.n) == (value, len(rows))
-    assert answered(model, rows, 4).mean() < 1
+    assert answered(model, rows, 4).hits.mean() < 1
     alone_measured = evaluate(tmp_path / "cut", data, config)
     assert "passage_words" not in {one.name for one in alone_measured.model.metrics}
 

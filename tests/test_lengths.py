@@ -166,7 +166,8 @@ def test_calibration_cuts_sequences_with_a_word(text_file):
 
 
 # settings that a record has only where they are used
-LATER = {"tasks", "needle", "needle_lengths", "needle_trials", "metrics", "max_new_tokens"}
+LATER = {"tasks", "metrics", "max_new_tokens", "needle"}
+LATER |= {f"needle_{name}" for name in ("lengths", "trials", "keys")}
 
 
 @pytest.mark.parametrize("case", ["gpt2", "bert-mlm"])

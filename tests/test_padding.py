@@ -126,14 +126,15 @@ def test_a_decoder_finds_the_end_of_a_text_by_the_padding_of_its_config(name):
     tokenizer.pad_token = "<mask>"  # the config says <pad>
     rows = of_data.Dataset.from_dict(dict(tokenizer(TEXTS)))
     wanted = [alone(net, row).argmax(-1) for row in rows]
-    assert quality.predictions(net, rows, tokenizer, 4).tolist() == [int(x) for x in wanted]
+    found = quality.logits(quality.Pass(net, rows, tokenizer, 4)).argmax(1)
+    assert found.tolist() == [int(x) for x in wanted]
 
 
 def test_a_tokenizer_may_make_no_mask():
     net, tokenizer = tiny.model("bert-base"), tiny.tokenizer()
     tokenizer.model_input_names = ["input_ids"]
     rows = of_data.Dataset.from_dict({"input_ids": tokenizer(TEXTS)["input_ids"]})
-    got = quality.embeddings(net, rows, tokenizer, 4)
+    got = quality.embeddings(quality.Pass(net, rows, tokenizer, 4))
     wanted = [alone(net, row).mean(0) for row in rows]
     unit = torch.stack([each / each.norm() for each in wanted])
     torch.testing.assert_close(torch.tensor(got).float(), unit)

@@ -84,7 +84,9 @@ def embedded(folder, texts=TEXTS):
     file.write_text("".join(f"{line}\n" for line in lines))
     data = DataConfig(source=str(file), text_column="a,b", label_column="score")
     loaded = load(folder, data, EvaluateConfig(seq_len=64))
-    return quality.embeddings(loaded.nets[0], loaded.domains[0].rows, loaded.tokenizer, 3)
+    return quality.embeddings(
+        quality.Pass(loaded.nets[0], loaded.domains[0].rows, loaded.tokenizer, 3)
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of sentence-transformers, and of cut sequences

@@ -8,7 +8,7 @@ from transformers import ByT5Tokenizer, CanineTokenizer, PreTrainedTokenizerFast
 
 import headprune
 from headprune.data.read import Examples
-from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
+from headprune.data.sequences import all_windows, tokenized_rows, translation_rows
 from headprune.errors import CheckpointError, DataError
 from headprune.model.loading import load_tokenizer
 from tests import tiny
@@ -72,7 +72,7 @@ def rows(examples, kind, vocabulary=tiny.VOCAB):
     """Makes rows of text in one of the three ways."""
     tokenizer = tiny.tokenizer()
     if kind == "sequences":
-        return packed_sequences(examples, tokenizer, 4, vocabulary=vocabulary)
+        return all_windows(examples, tokenizer, 4, vocabulary=vocabulary)[0]
     if kind == "texts":
         return tokenized_rows(examples, tokenizer, 16, vocabulary=vocabulary)
     pairs = documents(*((text, text) for text, *_ in examples.texts))
@@ -98,11 +98,11 @@ def test_text_of_which_the_tokenizer_makes_nothing(llama_folder, tmp_path):
     model = shutil.copytree(llama_folder, tmp_path / "m")
     letters = Tokenizer(models.BPE({"</s>": 0, "a": 1, "b": 2}, []))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="</s>")
-    assert len(packed_sequences(documents(("abba" * 4,)), tokenizer, 4)) == 4
+    assert len(all_windows(documents(("abba" * 4,)), tokenizer, 4)[0]) == 4
     with pytest.raises(DataError, match="makes no tokens of the text"):
-        packed_sequences(documents((" \n",), ("\nслово за словом",)), tokenizer, 4)
+        all_windows(documents((" \n",), ("\nслово за словом",)), tokenizer, 4)
     with pytest.raises(DataError, match="which makes 0 sequences"):
-        packed_sequences(documents((" \n",)), tokenizer, 4)
+        all_windows(documents((" \n",)), tokenizer, 4)
     tokenizer.save_pretrained(model)
     text = tmp_path / "text.txt"
     text.write_text("слово за словом " * 200, encoding="utf-8")

@@ -7,7 +7,8 @@ import torch
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.evaluation.probes import _KEYS
+from headprune.evaluation.probes import SECRETS
+from headprune.model.answers import Answers
 from headprune.model.attention import attention_of
 from headprune.role import ROLES, inputs
 from headprune.role.inputs import needles_input
@@ -33,7 +34,7 @@ def finder():
 
 def given(model, folder, config=CONFIG):
     text, draw = folder / "text.txt", random.Random(0)
-    text.write_text(" ".join(draw.choices([*_KEYS, "w"], k=2000)))
+    text.write_text(" ".join(draw.choices([*SECRETS.keys, "w"], k=2000)))
     return needles_input(model, words(), DataConfig(source=str(text)), config)
 
 
@@ -73,7 +74,7 @@ def test_a_model_that_finds_no_or_few_needles_has_no_scores(tmp_path, monkeypatc
 
 def test_random_heads_do_not_retrieve(tmp_path, monkeypatch):
     """Even where all needles are taken for found."""
-    monkeypatch.setattr(inputs, "answered", lambda model, rows, size: [1] * len(rows))
+    monkeypatch.setattr(inputs, "answered", lambda _, rows, size: Answers([1] * len(rows), []))
     model = tiny.model("llama-gqa")
     states = [score.state for layer in told(model, given(model, tmp_path)) for score in layer]
     assert len(states) == 24 and "over" not in states

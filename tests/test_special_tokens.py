@@ -25,7 +25,7 @@ from headprune.config import (
 )
 from headprune.data.batches import batches, calibration, merge_calibration
 from headprune.data.read import Examples
-from headprune.data.sequences import packed_sequences
+from headprune.data.sequences import all_windows
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneError
 from headprune.evaluation.evaluate import evaluate
@@ -115,7 +115,7 @@ def test_a_tokenizer_that_changes_the_text_is_refused():
 def test_every_window_begins_as_a_text(kind, documents, closed):
     (before, after), of = TOKENIZERS[kind], adding(kind)
     texts = [(tiny.text(50, seed),) for seed in range(3)]
-    rows = packed_sequences(Examples(texts, None, documents), of, SEQ, closed=closed)["input_ids"]
+    rows = all_windows(Examples(texts, None, documents), of, SEQ, closed=closed)[0]["input_ids"]
     end = ([EOS] if documents else []) if closed else after or ([EOS] if documents else [])
     stream = [
         token

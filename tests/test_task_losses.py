@@ -12,13 +12,13 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 import headprune
-from headprune.compression.heldout import MEASURES
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.data.batches import label_reader, tag_reader
 from headprune.data.read import read_examples
 from headprune.data.text import Sequences
 from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.task_table import TASKS
 from headprune.evidence.losses import example_losses, mean_loss
 from headprune.model.batch import task_of
 from headprune.model.embedding import head_of
@@ -360,7 +360,7 @@ def test_compress_chooses_by_what_the_head_is_for(settings, label, measure, tmp_
     headprune.compress(
         folder, tmp_path / "out", data=data.source, keep=0.75, label_column="label", **small
     )
-    how = MEASURES[task_of(model)]
+    how = TASKS[task_of(model)].measure
     assert how.name == measure
     original = np.random.default_rng(0).integers(0, 2, (7, model.config.num_labels)) * 1.0
     assert how.number(how.rows(original, original)) == 1

@@ -106,7 +106,7 @@ def test_the_text_that_ships_is_named_with_its_source():
         assert f"`{file.name}`" in source
         text = gzip.decompress(file.read_bytes()).decode()
         assert 80_000 < len(text) < 100_000 and "Gutenberg" not in text
-    assert "PSF LICENSE AGREEMENT" in (files[0].parent / "LICENSE-PSF.txt").read_text()
+    assert "PSF LICENSE AGREEMENT" in (files[0].parent / "LICENSE-PSF").read_text()
 
 
 def test_an_eighth_of_every_text_is_held_out_from_all_over_it(tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
 
-import headprune
 from headprune.errors import PlanError, ProofError
 from headprune.model import probes
 from headprune.model.attention import attention_of, identity
@@ -252,8 +251,9 @@ def test_the_trainer_trains_it(pair, texts, tmp_path):
 def test_with_an_empty_layer_and_uneven_heads(tmp_path):
     """Heads are removed, then others get a window, in one plan and one after the other."""
     model = tiny.model("llama-gqa")
-    keep = dict(zip((a.path for a in attention_of(model)), [(), (0, 1), range(6), range(2, 6)]))
-    plan = plan_of(model, keep={path: tuple(heads) for path, heads in keep.items()})
+    kept = [(), (0, 1), range(6), range(2, 6)]
+    keep = {a.path: tuple(heads) for a, heads in zip(attention_of(model), kept, strict=True)}
+    plan = plan_of(model, keep=keep)
     prove(model, resolve(plan, model), tmp_path / "cut")
     heads = [(a.kv_heads, a.window_heads) for a in attention_of(model)]
     assert heads == [(0, 0), (1, 1), (3, 0), (2, 1)]
@@ -276,7 +276,7 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_wrong_windows_have_no_proof(pair, wrong):
     """A wrong size, wrong sinks, the form of one head, or the order of two heads."""
-    stock, plan, _ = pair
+    stock, _, _ = pair
     expected = _expected(pair)
     harmed = copy.deepcopy(stock)
     forms = [set(heads) for heads in FORMS]
@@ -357,10 +357,9 @@ def test_plans_that_do_not_fit(pair):
 def test_a_windowed_model_has_no_other_mask(pair):
     """Nothing that replaces its attention function may forget its windows."""
     _, _, ours = pair
-    attention = attention_of(ours)[0]
-    with pytest.raises(PlanError, match="has windows already"):
-        with windowed([Narrowed(attention, (0,), (4, 1))]):
-            pass
+    narrow = windowed([Narrowed(attention_of(ours)[0], (0,), (4, 1))])
+    with pytest.raises(PlanError, match="has windows already"), narrow:
+        pass
 
 
 def test_bfloat16(pair, texts):

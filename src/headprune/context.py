@@ -11,6 +11,11 @@ Progress = Callable[[int, int], None]
 """Called with steps done, and steps in all."""
 
 
+def continued(progress: Progress, before: int, total: int) -> Progress:
+    """Return the progress of a part, which ``before`` of ``total`` steps come before."""
+    return lambda done, _: progress(before + done, total)
+
+
 def _no_step(done: int, total: int, numbers: str = "") -> None:
     pass
 

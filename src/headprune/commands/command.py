@@ -68,7 +68,7 @@ class Command:
         warnings: Sentences on a result that is likely not meant.
         exit_code: 1 where a check failed, 2 where it cannot be decided.
         together: Whether several processes can share the work.
-        needs: Options without effect unless one of others ("a|b") is set.
+        needs: Options without effect unless one of others ("a|b") is set, or has a value ("a=x").
         failed: Called with the arguments and an error, to mark stale output as failed.
         notify: Called at the command line with a result or an error, the arguments, and a function
             that prints a workflow command of a CI runner.
@@ -122,8 +122,9 @@ class Command:
             validated[name] = value
         for name, others in (self.needs or {}).items():
             idle = validated[name] != parameters[name].default
-            if idle and all(validated[o] in (None, False, (), []) for o in others.split("|")):
-                without = " or ".join(map(self.spell, others.split("|")))
+            if idle and not any(_is_given(validated, each) for each in others.split("|")):
+                pairs = (each.partition("=") for each in others.split("|"))
+                without = " or ".join(f"{self.spell(o)} {value}".strip() for o, _, value in pairs)
                 raise HeadpruneError(
                     f"{self.spell(name)} has no effect without {without}: give that too, or "
                     "leave it out."
@@ -169,6 +170,11 @@ class Command:
             return f"--config {settings[option]}={value[1:]}" if value else settings[option]
 
         return re.sub(r"headprune [a-z][^']*|(--[a-z0-9-]+)( [A-Z0-9][^ ;]*)?", spelled, message)
+
+
+def _is_given(values: Values, option: str) -> bool:
+    name, _, value = option.partition("=")
+    return values[name] == value if value else values[name] not in (None, False, (), [])
 
 
 def _refuse_absent(command: Command, values: Values) -> None:

@@ -77,9 +77,7 @@ def convert_swa(
     ]
     | None = None,
     data: o.Data | None = None,
-    scores: Annotated[
-        Path | str, o.option("Instead of --data: a folder of score --form window.")
-    ]
+    scores: Annotated[Path | str, o.option("Instead of --data: a folder of score --form window.")]
     | None = None,
     heal_steps: o.HealSteps | None = None,
     overwrite: o.Overwrite = False,

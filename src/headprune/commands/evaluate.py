@@ -31,8 +31,8 @@ def _show(console: Console, result: Report, values: Mapping[str, Any]) -> None:
     Panel.JUDGE,
     _show,
     needs={
-        **dict.fromkeys(("needle_lengths", "needle_trials"), "needle"),
-        "decode_batches": "speed",
+        **dict.fromkeys(("needle_lengths", "needle_trials", "needle_keys"), "needle"),
+        **dict.fromkeys(("decode_batches", "speed_contexts"), "speed"),
     },
 )
 def evaluate(
@@ -46,7 +46,7 @@ def evaluate(
     against: o.Against | None = None,
     tasks: o.Tasks = (),
     metrics: o.Metrics = (),
-    needle: Annotated[bool, o.option("Also find a number hidden at several depths.")] = False,
+    needle: Annotated[bool, o.option("Also find numbers hidden at several depths.")] = False,
     speed: Annotated[bool, o.option("Time prefill and decoding.")] = True,
     max_windows: o.MaxWindows | None = None,
     seq_len: Annotated[Length, o.option("Tokens per window or text.")] = 512,
@@ -56,8 +56,10 @@ def evaluate(
     resamples: PositiveInt = 2000,
     memory: Memory | None = None,
     decode_batches: o.Lengths = (1, 8),
+    speed_contexts: o.Lengths = (),
     needle_lengths: o.Lengths = (),
     needle_trials: PositiveInt = 4,
+    needle_keys: int = 4,
     last_words: int = 200,
     passage_words: int = 400,
     copying: Literal[0] = 0,  # of repeated text nothing is measured

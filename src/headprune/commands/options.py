@@ -86,7 +86,9 @@ HealSteps = Annotated[values.Steps, option("Then train to match the original, fo
 # ---- windows
 Window = Annotated[
     values.Count,
-    option("Latest tokens that a head with a window sees. Default: 1024, or a quarter of --context."),
+    option(
+        "Latest tokens that a head with a window sees. Default: 1024, or a quarter of --context."
+    ),
 ]
 Sinks = Annotated[values.NonNegativeInt, option("First tokens that it sees, too.")]
 ContextTokens = Annotated[

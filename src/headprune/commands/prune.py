@@ -187,7 +187,7 @@ def _refit(
 
     record = read_scores(scores)
     made, name = record.metadata, record.of(criterion)[0]
-    if not CRITERIA[name].assumes_refit or not made.refits or made.data is None:
+    if not made.refits or made.data is None or not CRITERIA[name].assumes_refit:
         return None, usual
     why = f"{name} scores assume a refit, and the text that they were made on, "
     try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
 from headprune.commands import options as o
 from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
-from headprune.config import ScoreConfig, build
+from headprune.config import ScoreConfig, WindowConfig, build
 from headprune.config.values import PositiveInt, Seed, listed
 from headprune.context import Context
 
@@ -41,14 +41,19 @@ def _as_json(result: Scores) -> str:
     _show,
     as_json=_as_json,
     needs={
-        **dict.fromkeys(("text_column", "label_column", "calibration_tokens", "seq_len"), "data"),
-        "batch_size": "data",
+        **dict.fromkeys(("text_column", "label_column"), "data"),
+        **dict.fromkeys(("calibration_tokens", "seq_len", "batch_size"), "data|form=window"),
+        **dict.fromkeys(("window", "sinks", "context_tokens"), "form=window"),
+        **dict.fromkeys(("criterion", "attention"), "form=removed"),
     },
 )
 def score(
     model: o.Model,
     output: o.Output,
     *,
+    form: Annotated[
+        Literal["removed", "window"], o.option("Score heads for their removal, or for a window.")
+    ] = "removed",
     criterion: Annotated[
         str | Sequence[str],
         BeforeValidator(listed),
@@ -60,9 +65,19 @@ def score(
     data: o.Data | None = None,
     text_column: o.TextColumn | None = None,
     label_column: o.LabelColumn | None = None,
-    unit: o.Unit | None = None,
-    calibration_tokens: o.Tokens = 16_384,
-    seq_len: o.SeqLen = 512,
+    unit: Annotated[
+        Literal["head", "kv-group", "query-slot", "layer"],
+        o.option(
+            "Unit of a score. Default: head for MHA, kv-group for GQA and windows; layer is of "
+            "windows only."
+        ),
+    ]
+    | None = None,
+    window: o.Window | None = None,
+    sinks: o.Sinks = 4,
+    context_tokens: o.ContextTokens | None = None,
+    calibration_tokens: o.Tokens | None = None,
+    seq_len: o.SeqLen | None = None,
     batch_size: PositiveInt = 4,
     attention: o.Kinds = (),
     dtype: o.Dtype = "auto",
@@ -73,10 +88,12 @@ def score(
     trust_remote_code: o.TrustRemoteCode = False,
     context: Context = Context(),
 ) -> Scores:
-    """Score every head by one or more criteria, without training."""
+    """Score every head by one or more criteria, or for a window, without training."""
     from headprune.evidence.score import score
     from headprune.proof.twins import refuse_unproven
 
-    config = build(ScoreConfig, locals())
+    given = {name: value for name, value in locals().items() if value is not None}
+    windows = form == "window"
+    config = build(WindowConfig, given) if windows else build(ScoreConfig, given)
     source = o.data_at(data, text_column, label_column)
     return score(model, Path(output), config, source, overwrite, context, refuse=refuse_unproven)

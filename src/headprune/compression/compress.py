@@ -38,11 +38,12 @@ from headprune.errors import (
     Interrupted,
     PlanError,
 )
+from headprune.evaluation.task_table import TASKS
 from headprune.evaluation.written import COUNTED, refuse_metrics
 from headprune.io.outputs import claimed, whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
 from headprune.model.batch import most_tokens
-from headprune.model.loading import CLASSIFIERS, UNMEASURED, task_of
+from headprune.model.loading import CLASSIFIERS, Task, task_of
 from headprune.model.open import Model, open_model
 from headprune.model.refusals import refuse_without_text
 from headprune.planning.constraints import constraints_of
@@ -55,7 +56,6 @@ from headprune.schemas.manifest import amend_manifest
 from headprune.schemas.records import ModelChoice, Pruning
 from headprune.surgery.edit import Edit
 
-_OF_RUNNING_TEXT = ("causal-lm", "masked-lm")  # cut into sequences
 _SEQUENCES = 8  # at least: one of eight chooses the ridge of fits to the others
 _JUDGED = 512  # tokens of a judged sequence: of longer ones there would be too few
 
@@ -163,7 +163,7 @@ class _Compression:
         most = most_tokens(net, self.model.tokenizer) or config.seq_len
         read = min(config.seq_len, most)
         self.judged = min(read, _JUDGED)
-        if task in _OF_RUNNING_TEXT:
+        if TASKS[task].closed is not None:
             read = min(read, max(2, config.calibration_tokens // _SEQUENCES))
         self.heal_seq_len = config.seq_len if config.seq_len < STEP_TOKENS else None
         self.config = config.model_copy(update={"seq_len": read})
@@ -371,7 +371,7 @@ def _refuse_metric(metric: str | None, context: Context) -> None:
     refuse_metrics([metric], context.allowed)
 
 
-def _refuse_unfit(task: str, data: Sequence[DataConfig], metric: str | None) -> None:
+def _refuse_unfit(task: Task, data: Sequence[DataConfig], metric: str | None) -> None:
     """Refuses text that a task cannot be learnt from.
 
     Raises:
@@ -387,7 +387,7 @@ def _refuse_unfit(task: str, data: Sequence[DataConfig], metric: str | None) -> 
             "An encoder-decoder is compressed on pairs: give --data and --text-column "
             "SOURCE,TARGET (CSV, TSV, JSONL or parquet)."
         )
-    if task in UNMEASURED:
+    if task not in TASKS or TASKS[task].measure is None:
         raise DataError(
             f"There is no measure for the head of this model ({task}) to choose by. Use score, "
             "prune and heal, and a script of its task."

@@ -6,8 +6,8 @@ Of models without a head, embeddings are compared with the original's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,24 +15,22 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.compression.texts import CHARACTERS, Documents, Parts
-from headprune.context import Progress
+from headprune.context import Progress, continued
 from headprune.data.passages import passage_words
-from headprune.data.sequences import packed_sequences, tokenized_rows, translation_rows
 from headprune.data.text import HELD_OUT, evenly
 from headprune.data.tokens import around, tokens_of
 from headprune.errors import DataError
-from headprune.evaluation import quality
 from headprune.evaluation.metrics import METRICS, Floats
+from headprune.evaluation.quality import Pass
+from headprune.evaluation.task_table import TASKS, Measure, Reading
 from headprune.evaluation.written import COUNTED, references_of, write
 from headprune.evidence.recall import FEWEST, PASSAGES, passage_dependent_words
 from headprune.model.answers import Prompt, answered
-from headprune.model.embedding import prompt_of
-from headprune.model.loading import CLASSIFIERS, task_of, vocabulary_of
+from headprune.model.loading import task_of
 
 _ROWS = 8  # held-out rows, at least: half of them choose
-_RUNNING = ("causal-lm", "masked-lm")
 
-Outputs = Mapping[str, Floats]  # by text
+Outputs = Mapping[str, Any]  # by text; see ``TaskRow.outputs``
 
 
 @dataclass(frozen=True)
@@ -48,70 +46,7 @@ class Half:
     rows: Mapping[str, Dataset]
 
 
-@dataclass(frozen=True)
-class Measure:
-    """The measure of a kind of model, or a metric of its texts.
-
-    Attributes:
-        name: Name of the number.
-        higher_is_better: Its direction.
-        rows: Counts of every sequence, from the outputs of model and original; see
-            ``HeldOut.outputs``.
-        number: From such rows, of shape (sequences, counts), to the number.
-    """
-
-    name: str
-    higher_is_better: bool
-    rows: Callable[[Floats, Floats], Floats]
-    number: Callable[[Floats], Any]
-
-
-def _mean(rows: Floats) -> Any:
-    """Return a weighted mean; rows have a sum and a weight each."""
-    sums = rows.sum(-2)
-    return sums[..., 0] / sums[..., 1]
-
-
-def _losses(model: Floats, original: Floats) -> Floats:
-    return np.stack([model[:, 0] - original[:, 0], original[:, 1]], axis=1)
-
-
-def _each(values: Floats) -> Floats:
-    return np.stack([values, np.ones_like(values)], axis=1)
-
-
-def _tags(model: Floats, original: Floats) -> Floats:
-    """Equal tags and all tags of every row; -1 pads rows."""
-    real = original >= 0
-    return np.stack([((model == original) & real).sum(1), real.sum(1)], axis=1).astype(float)
-
-
-def _errors(model: Floats, original: Floats) -> Floats:
-    """Squared errors, and the squared errors of the original's mean."""
-    spread = original - original.mean(0)
-    return np.stack([((model - original) ** 2).sum(1), (spread**2).sum(1)], axis=1)
-
-
-_PERPLEXITY = Measure("perplexity ratio", False, _losses, lambda rows: np.exp(_mean(rows)))
-MEASURES = {
-    "causal-lm": _PERPLEXITY,
-    "masked-lm": _PERPLEXITY,
-    "seq2seq-lm": _PERPLEXITY,
-    "classification": Measure(
-        "same labels", True, lambda model, original: _each((model == original).astype(float)), _mean
-    ),
-    "multi-label": Measure(
-        "same labels", True, lambda model, original: _each((model == original).mean(1)), _mean
-    ),
-    "token-classification": Measure("same tags", True, _tags, _mean),
-    "regression": Measure("explained variance", True, _errors, lambda rows: 1 - _mean(rows)),
-    "features": Measure(
-        "similarity", True, lambda model, original: _each((model * original).sum(1)), _mean
-    ),
-}
-
-
-def _of_metric(name: str) -> Measure:
+def _of_metric(name: str) -> Measure[Floats]:
     """Return the measure of a metric of written text."""
     formula = METRICS[name].formula
     assert formula is not None
@@ -153,16 +88,20 @@ class HeldOut:
         written: WrittenMetric | None = None,
     ) -> None:
         self.task, self.tokenizer, self.written = task_of(net), tokenizer, written
-        self.measure = MEASURES[self.task] if written is None else _of_metric(written.metric)
-        self._packs = self.task in _RUNNING and written is None
+        self._row = TASKS[self.task]
+        measure = self._row.measure if written is None else _of_metric(written.metric)
+        assert measure is not None  # others are refused before
+        self.measure: Measure[Any] = measure
+        self._packs = self._row.closed is not None and written is None
         self.seq_len, self.batch_size = seq_len, batch_size
-        self._vocabulary = vocabulary_of(net)
-        self._prompt = prompt_of(net)
         held_out = [(text, False) for text in texts.choose]
         held_out += [(text, True) for text in texts.report]
         if self._packs:
             self._refuse_short(texts)
-        rows = {(text.name, reports): self._rows(text) for text, reports in held_out if text.rows}
+        how = Reading(net, tokenizer, seq_len, judged=False)
+        rows = {
+            (text.name, reports): self._rows(text, how) for text, reports in held_out if text.rows
+        }
         if not self._packs:
             _refuse_few(rows)
         share = -(-tokens // len(held_out))
@@ -174,14 +113,10 @@ class HeldOut:
         self.tokens = sum(len(ids) for each in some.values() for ids in each["input_ids"])
 
     def outputs(self, net: PreTrainedModel, half: Half, progress: Progress) -> Outputs:
-        """Return losses and tokens, labels, or embeddings on ``choose`` or ``report``."""
+        """Return what comes out of a model, by text, on ``choose`` or ``report``."""
         done, total, outputs = 0, sum(map(len, half.rows.values())), {}
         for text, rows in half.rows.items():
-
-            def step(some: int, _: int, before: int = done) -> None:
-                progress(before + some, total)
-
-            outputs[text] = self._outputs(net, rows, step)
+            outputs[text] = self._outputs(net, rows, continued(progress, done, total))
             done += len(rows)
         return outputs
 
@@ -213,7 +148,7 @@ class HeldOut:
 
     def kept(self, net: PreTrainedModel, words: Sequence[Prompt]) -> float | None:
         """Return the share of such words that a model predicts; None if there are none."""
-        return float(answered(net, words, self.batch_size).mean()) if words else None
+        return float(answered(net, words, self.batch_size).hits.mean()) if words else None
 
     def _refuse_short(self, texts: Parts) -> None:
         for purpose, part in (("choose", texts.choose), ("report", texts.report)):
@@ -238,54 +173,27 @@ class HeldOut:
                     return count
         return count
 
-    def _rows(self, text: Documents) -> Dataset:
-        examples, known = text.examples(), self._vocabulary
+    def _rows(self, text: Documents, how: Reading) -> Dataset:
+        examples = text.examples()
         if self.written is not None:
             references = references_of(examples)
             sources = [source for source, _ in examples.texts]
             ids = self.tokenizer(sources, truncation=True, verbose=False)["input_ids"]
             columns = {"input_ids": ids, "source": sources, "reference": references}
             return Dataset.from_dict(columns)
-        if self.task == "seq2seq-lm":
-            return translation_rows(examples, self.tokenizer, self.seq_len, known)
-        if self.task not in _RUNNING:
-            how: dict[str, Any] = {"vocabulary": known}
-            if self.task == "features":  # embeddings are of single texts
-                how |= {"apart": True, "prompt": self._prompt}
-            return tokenized_rows(examples, self.tokenizer, self.seq_len, **how)
-        closed = self.task == "masked-lm"
-        before, after = around(self.tokenizer)
-        special = len(before) + len(after) * closed
-        return packed_sequences(
-            examples,
-            self.tokenizer,
-            min(self.seq_len, max(self._tokens(text) + special, 2)),
-            closed=closed,
-            vocabulary=known,
-        )
+        if self._packs:
+            before, after = around(self.tokenizer)
+            special = len(before) + len(after) * bool(self._row.closed)
+            how = replace(how, seq_len=min(self.seq_len, max(self._tokens(text) + special, 2)))
+        return self._row.rows(how, examples)[0]
 
-    def _outputs(self, net: PreTrainedModel, rows: Dataset, progress: Progress) -> Floats:
+    def _outputs(self, net: PreTrainedModel, rows: Dataset, progress: Progress) -> Any:
         if self.written is not None:
             sized = (self.tokenizer, self.batch_size, self.written.most, progress)
             written = write(net, rows["source"], *sized)
             counts = COUNTED[self.written.metric].counts(written, rows["reference"])
             return np.array(counts, np.float64)
-        how = (net, rows, self.tokenizer, self.batch_size)
-        if self.task in CLASSIFIERS:
-            return quality.predictions(*how, progress=progress)
-        if self.task == "token-classification":
-            said = quality.tags(*how, progress=progress)
-            longest = max(map(len, said))
-            return np.array([[*row, *[-1.0] * (longest - len(row))] for row in said], np.float64)
-        if self.task == "features":
-            return quality.embeddings(*how, progress=progress)
-        if self.task == "seq2seq-lm":
-            losses = quality.translation_losses(*how, progress=progress)
-        elif self.task == "masked-lm":
-            losses = quality.masked_losses(*how, seed=0, progress=progress)
-        else:
-            losses = quality.causal_losses(*how, progress=progress)
-        return np.stack([losses.nll_nats, losses.tokens], axis=1)
+        return self._row.outputs(Pass(net, rows, self.tokenizer, self.batch_size, progress))
 
 
 def _refuse_few(rows: Mapping[tuple[str, bool], Dataset]) -> None:

@@ -10,8 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from headprune.compression.goals import SizeGoal
-from headprune.compression.heldout import HeldOut, Measure
+from headprune.compression.heldout import HeldOut
 from headprune.context import Progress
+from headprune.evaluation.task_table import Measure
 from headprune.model.attention import attention_of
 from headprune.model.cost import KVCache
 from headprune.model.open import Model
@@ -122,7 +123,7 @@ class Selection:
             yield changed.net
 
 
-def distance(one: Contender, measure: Measure) -> float:
+def distance(one: Contender, measure: Measure[Any]) -> float:
     """Distance to the original: a tenth of the passage words lost is 1 % of perplexity."""
     if measure.higher_is_better:
         return -one.chosen_by

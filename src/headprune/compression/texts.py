@@ -16,7 +16,7 @@ from typing import Any
 from headprune.config import DataConfig
 from headprune.data.read import Examples, read_examples
 from headprune.data.sentences import sentences
-from headprune.data.text import HELD_OUT, evenly, split
+from headprune.data.text import HELD_OUT, SHIPPED, evenly, split
 from headprune.errors import DataError
 
 CHARACTERS = 6  # of a token, at most in the mean of a text: more text than needed does no harm
@@ -24,7 +24,6 @@ _SPREAD = 16  # times the text of the fit, at most
 _BLOCK = 8_192  # characters of a plain text that stay together, at most
 _BLOCKS = 4 * HELD_OUT  # of a plain text, at least
 _PIECES = 128  # of a file, of 256 KiB each: no more of it is read
-_MIXED = Path(__file__).parents[1] / "data" / "mixed"
 
 Row = tuple[tuple[str, ...], str | None]
 
@@ -74,8 +73,8 @@ class Documents:
 
 
 def shipped() -> dict[str, DataConfig]:
-    """Return the texts that come with headprune, by name (see SOURCE.md beside them)."""
-    files = sorted(_MIXED.glob("*.txt.gz"))
+    """Return the texts that come with headprune, by name (see README.md beside them)."""
+    files = sorted(SHIPPED.glob("*.txt.gz"))
     return {file.name.removesuffix(".txt.gz"): DataConfig(source=str(file)) for file in files}
 
 

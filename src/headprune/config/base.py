@@ -56,7 +56,8 @@ def sentence(error: ValidationError, known: Sequence[str] = (), called: str = ""
     return f"{called or (flag(name) if name else 'These settings')}: {message}{got}."
 
 
-_SPELT = {"targets": "--for", "limits": "--limit", "metrics": "--metric", "heal_steps": "--heal", "context_tokens": "--context"}
+_SPELT = {"targets": "--for", "limits": "--limit", "metrics": "--metric"}
+_SPELT |= {"heal_steps": "--heal", "context_tokens": "--context"}
 
 
 def flag(name: str) -> str:

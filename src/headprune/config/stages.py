@@ -36,9 +36,9 @@ from headprune.config.values import (
 )
 from headprune.tensors.units import Unit
 
-NEEDLE_LENGTHS = (512, 1024, 2048)  # as far as model and tokenizer go
+NEEDLE_LENGTHS = (512, 1024, 2048, 4096, 8192)  # as far as model, tokenizer and text go
 NEEDLE_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_NEEDLE = "needle_accuracy"
+_NEEDLE = ("needle_accuracy", "needle_nats")
 # metrics with passes of their own, by the setting that says how much is read for them
 _ON_DEMAND = {
     "last_words": ("last_word_accuracy",),
@@ -411,10 +411,12 @@ class HealConfig(Settings):
 
 
 class NeedleConfig(Settings):
-    """Contexts that a fact is hidden in; ``NEEDLE_LENGTHS`` where none are given."""
+    """Contexts that facts are hidden in; ``NEEDLE_LENGTHS`` where none are given."""
 
     needle_lengths: Lengths = ()
     needle_trials: PositiveInt = 4
+    needle_keys: Annotated[int, Field(ge=1, le=8)] = 4  # facts in a context
+    seed: Seed = 0
 
 
 class EvaluateConfig(NeedleConfig):
@@ -433,9 +435,9 @@ class EvaluateConfig(NeedleConfig):
     max_new_tokens: Count = 128
     speed: bool = True
     decode_batches: Lengths = (1, 8)
+    speed_contexts: Lengths = ()  # to time prompts of these lengths too
     memory: Memory | None = None
     dtype: Dtype = Dtype.AUTO
-    seed: Seed = 0
 
 
 class RolesConfig(Settings):
@@ -473,7 +475,6 @@ class CheckConfig(NeedleConfig):
     batch_size: PositiveInt = 4
     max_windows: Count | None = None
     dtype: Dtype = Dtype.AUTO
-    seed: Seed = 0
     drop_unexpected: bool = False
 
     def domains(self) -> dict[str, DataConfig]:
@@ -482,11 +483,11 @@ class CheckConfig(NeedleConfig):
 
     def evaluate_config(self) -> EvaluateConfig:
         """Return how model and original are evaluated for these limits."""
-        shared = ("seq_len", "batch_size", "max_windows", "dtype", "seed", "tasks")
+        shared = ("seq_len", "batch_size", "max_windows", "dtype", "tasks")
         values = {name: getattr(self, name) for name in (*shared, *NeedleConfig.model_fields)}
         values["max_new_tokens"] = self.max_new_tokens
         values["metrics"] = tuple(name for name in WRITTEN if self._limits(name))
-        values["needle"] = self._limits(_NEEDLE)
+        values["needle"] = self._limits(*_NEEDLE)
         for setting, metrics in _ON_DEMAND.items():
             default = EvaluateConfig.model_fields[setting].default
             values[setting] = default if self._limits(*metrics) else 0

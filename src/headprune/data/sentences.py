@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from headprune.data.read import Examples
-from headprune.model.loading import CLASSIFIERS, UNMEASURED
+from headprune.model.loading import CLASSIFIERS, WITHOUT_LOSS
 
 # tasks of models that read no running text
-OF_SENTENCES = (*CLASSIFIERS, "token-classification", "features", *UNMEASURED)
+OF_SENTENCES = (*CLASSIFIERS, "token-classification", "features", *WITHOUT_LOSS)
 _END = re.compile(r"(?<=[.!?।])\s+|(?<=[。！？])|\n\s*\n")
 _SHORTEST, _LONGEST = 20, 1 << 16  # characters of a sentence
 _MEAN = 1_000  # mean characters of a sentence, at most, in a text of sentences

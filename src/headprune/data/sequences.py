@@ -25,18 +25,6 @@ _MIN_SCANNED_TOKENS = 1 << 21  # tokens of a text that a few sequences are sprea
 _SCAN_FACTOR = 8  # or this multiple of their own
 
 
-def packed_sequences(
-    examples: Examples,
-    tokenizer: Any,
-    seq_len: int,
-    need: int = 1,
-    closed: bool = False,
-    vocabulary: int | None = None,
-) -> Dataset:
-    """Return the rows of ``all_windows``, without document numbers."""
-    return all_windows(examples, tokenizer, seq_len, need, closed, vocabulary)[0]
-
-
 def windows(
     examples: Examples, tokenizer: Any, seq_len: int, most: int | None = None, **how: Any
 ) -> tuple[Dataset, NDArray[np.int64]]:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ HELD_OUT = 8  # one in N documents, blocks or sequences
 MOST_HELD_OUT = 16  # rows that healing chooses by, and as many that it reports of
 LONGEST = 2  # times the mean length: one pass over all rows pads them to the longest
 _AT_ONCE = 1000  # rows
+SHIPPED = Path(__file__).with_name("mixed")  # texts that come with headprune
 
 
 class Split(NamedTuple):

@@ -9,28 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from datasets import Dataset
 from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.config.data import Loss
-from headprune.context import Context, Progress
+from headprune.context import Context, Progress, continued
 from headprune.data.audio import Recordings, speech_of
 from headprune.data.images import Images, pixels_of
-from headprune.data.read import Examples
+from headprune.data.needles import Needle
 from headprune.data.text import Collate
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.evaluation import quality
 from headprune.evaluation.comparison import Numbers
-from headprune.evaluation.loaded import LANGUAGE_MODELS, Loaded, LoadedDomain, load
+from headprune.evaluation.loaded import Loaded, LoadedDomain, load
 from headprune.evaluation.metrics import (
     Floats,
     Samples,
     interval_of,
     label,
+    plain,
     similarity_correlation,
     spec_of,
     within,
@@ -40,9 +37,8 @@ from headprune.evaluation.probes import (
     LAST_WORDS,
     NEEDLES,
     PASSAGE_WORDS,
-    Needle,
 )
-from headprune.evaluation.refusals import are_pairs
+from headprune.evaluation.quality import LOSSES, Pass
 from headprune.evaluation.report import (
     Difference,
     Metric,
@@ -51,22 +47,22 @@ from headprune.evaluation.report import (
     Report,
     Retrieval,
 )
-from headprune.evaluation.speed import Speed
+from headprune.evaluation.speed import PROMPT, Speed
 from headprune.evaluation.speed import measure as timed
-from headprune.evaluation.tagged import tag_columns
+from headprune.evaluation.task_table import COSINES, TASKS
 from headprune.evaluation.tasks import task_scores
 from headprune.evaluation.written import scores, transcribe, write
 from headprune.evidence.recall import passage_dependent_words
 from headprune.model.answers import Prompt, answered
 from headprune.model.batch import modality_of
 from headprune.model.cost import longest_context, model_cost, stated_context
-from headprune.model.loading import CLASSIFIERS, class_ids, task_of
+from headprune.model.loading import task_of
 from headprune.model.placement import alone_on_device
 from headprune.model.residency import residency_of
 from headprune.schemas.manifest import utc_now
 from headprune.tensors.dtypes import dtype_name
 
-_BY_ROW = (*quality.TokenLosses._fields, "cosines")  # columns that have a row per window
+_BY_ROW = (*LOSSES, "cosines")  # columns that have a row per window
 
 
 @dataclass(frozen=True)
@@ -143,14 +139,17 @@ def run(
         _add_fidelity(*measured)
         _add_passage_words(loaded, measured, config.batch_size, step(count))
     metrics = [one.metrics() for one in measured]  # before anything is timed
-    speeds: Sequence[Speed | None] = [None] * count
+    timings: list[list[Speed]] = []  # by prompt, then by model
     if config.speed and any(map(residency_of, loaded.nets)):
         why = "Speed is not measured of models that run layer by layer; --no-speed leaves it out."
         warnings.warn(why, HeadpruneWarning, stacklevel=2)
     elif config.speed and modality_of(loaded.nets[0]) == "text":
-        speeds = timed(loaded.nets, batches=config.decode_batches)
+        prompts = (PROMPT, *config.speed_contexts)
+        timings = [timed(loaded.nets, each, batches=config.decode_batches) for each in prompts]
     reports = [
-        _report(loaded, index, metrics[index], one.samples, speeds[index], config.memory)
+        _report(
+            loaded, index, metrics[index], one.samples, [t[index] for t in timings], config.memory
+        )
         for index, one in enumerate(measured)
     ]
     samples = tuple(one.samples for one in measured)
@@ -172,21 +171,16 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
         len(domain.rows) + len(domain.prompts) + len(domain.references) for domain in loaded.domains
     )
     for domain in loaded.domains:
-
-        def step(now: int, _: int, before: int = done) -> None:
-            progress(before + now, total)
-
-        given = _columns(loaded, net, domain, config, step, result.vectors)
+        step = continued(progress, done, total)
+        given = _columns(loaded, index, domain, config, result, step)
         columns |= {within(name, domain.name): column for name, column in given.items()}
         if domain.documents is not None:
-            documents |= {within(name, domain.name): domain.documents for name in _BY_ROW}
+            by_row = [name for name in given if plain(name) in _BY_ROW]
+            documents |= {within(name, domain.name): domain.documents for name in by_row}
         done += len(domain.rows) + len(domain.prompts)
         if domain.references:
-
-            def writes(now: int, _: int, before: int = done) -> None:
-                progress(before + now, total)
-
-            how = (loaded.tokenizer, config.batch_size, config.max_new_tokens, writes)
+            step = continued(progress, done, total)
+            how = (loaded.tokenizer, config.batch_size, config.max_new_tokens, step)
             if isinstance(domain.examples, Recordings):
                 written = transcribe(net, domain.examples, *how)
             else:
@@ -206,112 +200,36 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
 
 def _columns(
     loaded: Loaded,
-    net: PreTrainedModel,
+    index: int,
     domain: LoadedDomain,
     config: EvaluateConfig,
+    measured: Measured,
     progress: Progress,
-    vectors: dict[str, Floats],
 ) -> dict[str, Floats]:
-    """Return the columns of a model on a domain; embeddings are added to ``vectors``."""
-    task, size = task_of(net), config.batch_size
-    rows, tokenizer = domain.rows, loaded.tokenizer
-    if task == "causal-lm":
-        return _generated(net, domain, tokenizer, config, progress)
-    if task == "ctc":  # its text says it all
-        return {}
-    if isinstance(domain.examples, Recordings) and task == "seq2seq-lm":
-        sound, words = speech_of(domain.examples, net, tokenizer), tokenizer.tokenizer
-        return quality.translation_losses(net, rows, words, size, progress, sound)._asdict()
-    if task == "seq2seq-lm":
-        return quality.translation_losses(net, rows, tokenizer, size, progress)._asdict()
-    if task in LANGUAGE_MODELS:
-        losses = quality.masked_losses(net, rows, tokenizer, size, config.seed, progress)
-        return losses._asdict()
-    if task == "token-classification":
-        said = quality.tags(net, rows, tokenizer, size, progress)
-        return tag_columns(said, rows, net.config, loaded.nets[0].config)
-    given = domain.examples
+    """Return the columns of a model on a domain; embeddings are added to ``measured``."""
+    net, tokenizer, given = loaded.nets[index], loaded.tokenizer, domain.examples
+    task, truth = TASKS[task_of(net)], loaded.truth(domain)
     collate: Collate | None = None
     if isinstance(given, Images):
         collate = pixels_of(given, tokenizer)
     elif isinstance(given, Recordings):
         collate = speech_of(given, net, tokenizer)
-    if task in CLASSIFIERS:
-        predicted = quality.predictions(net, rows, tokenizer, size, progress, collate)
-        labels = _labels(loaded, net, rows)
-        if task == "regression":
-            return {"similarities": predicted[:, 0], "scores": _scores(labels.tolist())}
-        right = predicted == labels
-        if task == "classification":
-            said, true = (
-                np.arange(net.config.num_labels) == x[:, None] for x in (predicted, labels)
-            )
-            counts = np.concatenate([said & true, said, true], axis=1).astype(np.float64)
-            return {"hits": right.astype(np.float64), "class_counts": counts}
-        return {
-            "hits": right.all(1).astype(np.float64),
-            "label_hits": (predicted * labels).sum(1),
-            "labels": (predicted + labels).sum(1),
-        }
-    embeddings = quality.embeddings(net, rows, tokenizer, size, progress, collate)
-    vectors[domain.name] = embeddings
-    return _similarities(embeddings, given) if isinstance(given, Examples) else {}
+    how = (config.batch_size, progress, collate, config.seed, loaded.order(index))
+    outputs = task.outputs(Pass(net, domain.rows, tokenizer, *how))
+    if COSINES in task.names(truth):  # to be compared with those of the base
+        measured.vectors[domain.name] = outputs
+    return {**task.columns(outputs, truth), **_hits(net, domain, config.batch_size, progress)}
 
 
-def _generated(
-    net: PreTrainedModel,
-    domain: LoadedDomain,
-    tokenizer: Any,
-    config: EvaluateConfig,
-    progress: Progress,
+def _hits(
+    net: PreTrainedModel, domain: LoadedDomain, size: int, progress: Progress
 ) -> dict[str, Floats]:
-    """Return the columns of a causal language model."""
-    size, rows = config.batch_size, domain.rows
-    of_answers = domain.data.loss is Loss.ANSWERS
-    losses = quality.answer_losses if of_answers else quality.causal_losses
-    columns = losses(net, rows, tokenizer, size, progress)._asdict()
-
-    def later(done: int, total: int) -> None:
-        progress(len(rows) + done, total)
-
-    hits = answered(net, domain.prompts, size, later)
-    of_words, of_needles = np.split(hits, [len(domain.last_words)])
-    columns |= dict(zip(LAST_WORDS, [of_words], strict=True)) if domain.last_words else {}
-    return columns | (dict(zip(NEEDLES, [of_needles], strict=True)) if domain.needles else {})
-
-
-def _labels(loaded: Loaded, net: PreTrainedModel, rows: Dataset) -> Floats:
-    """Return the labels of rows, numbered for the first model, as this one numbers its classes."""
-    labels = np.array(rows["labels"], dtype=np.float64)
-    if task_of(net) == "regression":
-        return labels
-    first, ids = (class_ids(each.config) for each in (loaded.nets[0], net))
-    if task_of(net) == "multi-label":
-        return labels[:, [first[name] for name in sorted(ids, key=ids.__getitem__)]]
-    here = {number: ids[name] for name, number in first.items()}
-    return np.array([here[number] for number in rows["labels"]], dtype=np.float64)
-
-
-def _similarities(vectors: Floats, examples: Examples) -> dict[str, Floats]:
-    """Return cosines and scores of scored pairs; nothing of other texts."""
-    if not are_pairs(examples):
-        return {}
-    labels = examples.spread(len(vectors) // 2).labels or ()
-    cosines = (vectors[0::2] * vectors[1::2]).sum(1)
-    return {"similarities": cosines, "scores": _scores(labels)}
-
-
-def _scores(labels: Sequence[str | float]) -> Floats:
-    try:
-        scores = np.array([float(label) for label in labels])
-    except ValueError as error:
-        raise DataError(f"The scores of sentence pairs must be numbers ({error}).") from None
-    if not np.isfinite(scores).all() or len(np.unique(scores)) < 2:
-        raise DataError(
-            f"The {len(scores)} scores of the examples must be finite and not all the same; "
-            "a correlation is not defined otherwise."
-        )
-    return scores
+    """Return the answers of a causal language model to the prompts of a domain."""
+    later = continued(progress, len(domain.rows), len(domain.rows) + len(domain.prompts))
+    hits, nats = answered(net, domain.prompts, size, later)
+    of_words, count = hits[: len(domain.last_words)], len(domain.last_words)
+    columns = zip((*LAST_WORDS, *NEEDLES), (of_words, hits[count:], nats[count:]), strict=True)
+    return {name: column for name, column in columns if len(column)}
 
 
 def _add_fidelity(model: Measured, base: Measured) -> None:
@@ -323,7 +241,7 @@ def _add_fidelity(model: Measured, base: Measured) -> None:
                 f"Embeddings are compared on 3 texts at least; the data has {n}. Give a table with "
                 "a text per row, or plain text of more sentences."
             )
-        cosines = {within("cosines", domain): (ours * theirs).sum(1)}
+        cosines = {within(COSINES, domain): (ours * theirs).sum(1)}
         model.samples = Samples({**model.samples.columns, **cosines}, model.samples.documents)
         name = within("similarity_correlation", domain)
         model.whole.append(Metric.of(name, similarity_correlation(ours, theirs), n))
@@ -338,10 +256,7 @@ def _add_passage_words(
     for domain in loaded.domains:
         if not domain.passage_words:
             continue
-
-        def step(now: int, _: int, before: int = done) -> None:
-            progress(before + now, total)
-
+        step = continued(progress, done, total)
         words: list[Prompt] = []
         if enough := len(domain.passage_words) >= FEWEST:
             with alone_on_device(base):
@@ -357,7 +272,7 @@ def _add_passage_words(
             )
             continue
         with alone_on_device(model):
-            hits = answered(model, words, batch_size)
+            hits = answered(model, words, batch_size).hits
         for one, column in zip(measured, (hits, np.ones(len(words))), strict=True):
             columns = {within(*PASSAGE_WORDS, domain.name): column}
             one.samples = replace(one.samples, columns={**one.samples.columns, **columns})
@@ -368,11 +283,12 @@ def _report(
     index: int,
     metrics: tuple[Metric, ...],
     samples: Samples,
-    speed: Speed | None,
+    speeds: Sequence[Speed],
     memory: int | None,
 ) -> ModelReport:
     net = loaded.nets[index]
-    hits = samples.columns.get(*NEEDLES, np.zeros(0))
+    needles = loaded.domains[0].needles
+    found = [samples.columns[name] for name in NEEDLES] if needles else []
     return ModelReport(
         id=loaded.ids[index],
         name=loaded.names[index],
@@ -381,20 +297,24 @@ def _report(
         dtype=dtype_name(net.dtype),
         metrics=metrics,
         cost=model_cost(net, stated_context(*loaded.nets)),
-        speed=speed,
+        speed=next(iter(speeds), None),
+        speed_at=tuple(speeds[1:]),
         longest_context=None if memory is None else longest_context(net, memory),
-        needle=retrieved(loaded.domains[0].needles, hits) or None,
+        needle=retrieved(needles, *found) if needles else None,
     )
 
 
-def retrieved(needles: Sequence[Needle], hits: Floats) -> tuple[Retrieval, ...]:
-    """Return the share of retrieved needles, by context length and depth."""
-    cells: dict[tuple[int, float], list[float]] = {}
-    for needle, hit in zip(needles, hits.tolist(), strict=True):
-        cells.setdefault((len(needle.row.ids), needle.depth), []).append(hit)
+def retrieved(needles: Sequence[Needle], hits: Floats, nats: Floats) -> tuple[Retrieval, ...]:
+    """Return the share of retrieved needles and their loss, by context length and depth."""
+    cells: dict[tuple[int, float], list[int]] = {}
+    for number, needle in enumerate(needles):
+        cells.setdefault((len(needle.row.ids), needle.depth), []).append(number)
+    means = (
+        (cell, len(some), hits[some].mean(), nats[some].mean()) for cell, some in cells.items()
+    )
     return tuple(
-        Retrieval(tokens=tokens, depth=depth, accuracy=sum(hits) / len(hits), n=len(hits))
-        for (tokens, depth), hits in cells.items()
+        Retrieval(tokens=tokens, depth=depth, accuracy=float(share), nats=float(loss), n=n)
+        for (tokens, depth), n, share, loss in means
     )
 
 

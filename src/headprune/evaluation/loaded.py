@@ -18,38 +18,25 @@ from headprune.config import DataConfig, EvaluateConfig
 from headprune.config.data import Loss
 from headprune.context import Allowed
 from headprune.data.audio import Recordings, read_recordings, recording_rows
-from headprune.data.batches import label_reader, tag_reader
+from headprune.data.batches import label_reader
 from headprune.data.images import Images, image_rows, read_images
+from headprune.data.needles import Needle, needles, window_of
 from headprune.data.passages import PassageWord, lines_of, passage_words, passages
 from headprune.data.read import Examples, read_examples
-from headprune.data.sentences import by_sentence
-from headprune.data.sequences import (
-    answer_rows,
-    tagged_rows,
-    tokenized_rows,
-    translation_rows,
-    windows,
-)
-from headprune.data.tokens import BYTES, around, refuse_beyond
+from headprune.data.tokens import BYTES, around
 from headprune.evaluation import probes
 from headprune.evaluation.comparison import Numbers
-from headprune.evaluation.metrics import METRICS, Samples, within
-from headprune.evaluation.probes import Needle
-from headprune.evaluation.quality import TokenLosses
-from headprune.evaluation.refusals import (
-    are_pairs,
-    refuse_exported,
-    refuse_other_tokenizer,
-    refuse_unfit,
-)
-from headprune.evaluation.tagged import ENTITIES, TAGS, names_entities
+from headprune.evaluation.metrics import METRICS, Samples, spec_of, within
+from headprune.evaluation.probes import NEEDLES
+from headprune.evaluation.refusals import refuse_exported, refuse_other_tokenizer, refuse_unfit
+from headprune.evaluation.task_table import TASKS, Reading, Truth
 from headprune.evaluation.tasks import refuse_tasks
 from headprune.evaluation.written import references_of, refuse_metrics
 from headprune.model.answers import Prompt
 from headprune.model.batch import modality_of, most_tokens, usable_length
-from headprune.model.embedding import prompt_of
 from headprune.model.loading import (
     CLASSIFIERS,
+    class_ids,
     parse_dtype,
     refuse_no_model,
     task_of,
@@ -61,14 +48,6 @@ from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
 from headprune.model.refusals import refuse_without_text
 from headprune.model.stored import id_of_model
 from headprune.tensors.dtypes import dtype_name
-
-LANGUAGE_MODELS = ("causal-lm", "masked-lm", "seq2seq-lm")
-_PACKED = ("causal-lm", "masked-lm")  # their text is cut into sequences of one length
-_COLUMNS = {
-    "classification": ("hits", "class_counts"),
-    "multi-label": ("hits", "label_hits", "labels"),
-    "regression": ("similarities", "scores"),
-}
 
 
 @dataclass(frozen=True)
@@ -134,34 +113,34 @@ class Loaded:
     def metrics(self) -> tuple[str, ...]:
         """Return the metrics that a run can give example by example."""
         columns = [within(c, one.name) for one in self.domains for c in self._columns(one)]
-        return Samples(dict.fromkeys(columns, np.zeros(1))).metrics()
+        names = Samples(dict.fromkeys(columns, np.zeros(1))).metrics()
+        return tuple(name for name in names if len(self.nets) == 2 or not spec_of(name).of_two)
+
+    def truth(self, domain: LoadedDomain) -> Truth:
+        """Return what outputs on a domain are held against."""
+        return Truth(domain.rows, domain.examples, self.nets[0].config)
+
+    def order(self, index: int) -> list[int] | None:
+        """Return the places of the first model's classes in the outputs of one of the models."""
+        first, ids = (class_ids(self.nets[each].config) for each in (0, index))
+        if ids == first or ids.keys() != first.keys():
+            return None
+        order = [*range(self.nets[index].config.num_labels)]
+        for name, number in first.items():
+            order[number] = ids[name]
+        return order
 
     def _columns(self, domain: LoadedDomain) -> tuple[str, ...]:
         written = (METRICS[name].columns for name in self.metrics_written if name in METRICS)
-        return (*self._read(domain), *chain.from_iterable(written))
-
-    def _read(self, domain: LoadedDomain) -> tuple[str, ...]:
-        task = task_of(self.nets[0])
-        if task == "causal-lm":
-            main = () if domain.name else probes.NEEDLES
-            of_two = probes.PASSAGE_WORDS if len(self.nets) == 2 else ()
-            return (*TokenLosses._fields, *probes.LAST_WORDS, *of_two, *main)
-        if task in LANGUAGE_MODELS:
-            return TokenLosses._fields
-        if task in _COLUMNS:
-            return _COLUMNS[task]
-        if task == "ctc":
-            return ()
-        if task == "token-classification":
-            entities = names_entities(self.nets[0].config)
-            return (*TAGS, *ENTITIES) if entities else TAGS
-        pairs = ("similarities", "scores") if are_pairs(domain.examples) else ()
-        return (*pairs, "cosines") if len(self.nets) == 2 else pairs
+        names = (*TASKS[task_of(self.nets[0])].names(self.truth(domain)), *chain(*written))
+        elsewhere = NEEDLES if domain.name else ()  # they are hidden in the main text
+        return tuple(name for name in names if name not in elsewhere)
 
     def settings(self, config: EvaluateConfig) -> dict[str, Any]:
         """Return the settings of a run; packed sequences have their real length."""
         used: dict[str, Any] = {}
-        if task_of(self.nets[0]) in _PACKED and self.domains[0].data.loss is Loss.ALL:
+        packed = TASKS[task_of(self.nets[0])].closed is not None
+        if packed and self.domains[0].data.loss is Loss.ALL:
             used = {"seq_len": len(self.domains[0].rows[0]["input_ids"])}
         if task_of(self.nets[0]) == "causal-lm" and (before := around(self.tokenizer).before):
             used["prefix_ids"] = before
@@ -171,7 +150,10 @@ class Loaded:
                 del settings[optional]
         if not config.metrics:
             del settings["max_new_tokens"]
-        if not settings["needle"]:
+        if contexts := self.domains[0].needles:
+            used["needle_lengths"] = sorted({len(one.row.ids) for one in contexts})
+            used["needle_window"] = (window := window_of(*self.nets)) and window._asdict()
+        else:
             settings = {n: value for n, value in settings.items() if not n.startswith("needle")}
         return {**settings, **used}
 
@@ -277,59 +259,24 @@ def _domain(
         sound = recording_rows(heard, nets[0], tokenizer, read_label)
         said = tuple(heard.transcripts) if config.metrics else ()
         return LoadedDomain(name, data, heard, sound, references=said)
-    rows, documents = _rows(nets[0], tokenizer, examples, seq_len, config.max_windows, data.loss)
+    answers = data.loss is Loss.ANSWERS
+    how = Reading(nets[0], tokenizer, seq_len, config.max_windows, answers)
+    rows, documents = TASKS[task_of(nets[0])].rows(how, examples)
     words: tuple[Prompt, ...] = ()
     of_passage: tuple[PassageWord, ...] = ()
-    needles: tuple[Needle, ...] = ()
+    hidden: tuple[Needle, ...] = ()
     if task_of(nets[0]) == "causal-lm":
         limits = [most_tokens(net, tokenizer) for net in nets]  # all read the same passages
         most = min((limit for limit in limits if limit is not None), default=None)
+        if config.needle and not name:
+            limits_of = (most, vocabulary_of(nets[0]), window_of(*nets))
+            hidden = needles(examples, tokenizer, probes.SECRETS, config, *limits_of)
         if config.last_words:
             given = passages(lines_of(examples), config.last_words)
             words = probes.last_words(given, tokenizer, most)
         if config.passage_words and len(nets) == 2:
             of_passage = passage_words(examples, config.passage_words, tokenizer, most)
-    if config.needle and not name:
-        most, known = most_tokens(nets[0], tokenizer), vocabulary_of(nets[0])
-        needles = probes.needles(examples, tokenizer, most, config, config.seed, known)
     references = tuple(references_of(examples.spread(config.max_windows)) if config.metrics else ())
     return LoadedDomain(
-        name, data, examples, rows, documents, words, of_passage, needles, references
+        name, data, examples, rows, documents, words, of_passage, hidden, references
     )
-
-
-def _rows(
-    net: PreTrainedModel,
-    tokenizer: Any,
-    examples: Examples,
-    seq_len: int,
-    most: int | None,
-    loss: Loss,
-) -> tuple[Dataset, Numbers | None]:
-    """Return windows for language models, for the others a row per text or sentence, two per pair.
-
-    With the documents that windows begin in. Where answers count, there is a row per chat.
-    """
-    task, known = task_of(net), vocabulary_of(net)
-    if loss is Loss.ANSWERS:
-        return answer_rows(examples.spread(most), tokenizer, seq_len, known, measured=True), None
-    if task == "masked-lm":
-        refuse_beyond([tokenizer.mask_token_id], tokenizer, known)
-    if task in _PACKED:
-        closed = task == "masked-lm"
-        counted = {"closed": closed, "vocabulary": known, "measured": True}
-        return windows(examples, tokenizer, seq_len, most, **counted)
-    if task == "seq2seq-lm":
-        of_decoder = most_tokens(net, sides=["decoder"])
-        some = examples.spread(most)
-        return translation_rows(some, tokenizer, seq_len, known, of_decoder, True), None
-    if task == "token-classification":
-        read_tags = tag_reader(net, examples.labels or ())
-        return tagged_rows(examples.spread(most), tokenizer, seq_len, read_tags, known), None
-    some = by_sentence(examples).spread(most)
-    if task in CLASSIFIERS:
-        read_label = label_reader(net, examples.labels or ())
-        return tokenized_rows(some, tokenizer, seq_len, read_label, known), None
-    how: dict[str, Any] = {"apart": True, "prompt": prompt_of(net)}
-    rows = tokenized_rows(some, tokenizer, seq_len, vocabulary=known, **how)
-    return rows, None if examples.rows_are_documents else np.zeros(len(rows), np.int64)

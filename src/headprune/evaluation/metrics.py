@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -70,6 +71,7 @@ class MetricSpec:
 
 METRICS: Registry[MetricSpec] = Registry("metric")  # in the order of reports
 _WRITTEN = ("max_new_tokens",)  # decides metrics of written text
+_NEEDLE = ("needle_lengths", "needle_trials", "needle_keys", "needle_window")
 SCORE = MetricSpec(
     "1",
     True,  # unless the task says otherwise
@@ -138,10 +140,16 @@ def passage_words(passage_word_hits: Floats) -> Any:
     return passage_word_hits.mean(-1)
 
 
-@metric(proportion=True, settings=("needle_lengths", "needle_trials"))
+@metric(proportion=True, settings=_NEEDLE)
 def needle_accuracy(needle_hits: Floats) -> Any:
     """Share of hidden numbers that the model retrieves from the text."""
     return needle_hits.mean(-1)
+
+
+@metric("nats/token", lower_is_better=True, settings=_NEEDLE)
+def needle_nats(needle_answer_nats: Floats) -> Any:
+    """Mean loss per token of the same numbers, which tells small losses."""
+    return needle_answer_nats.mean(-1)
 
 
 @metric(scale=100, settings=_WRITTEN)
@@ -332,6 +340,22 @@ def within(name: str, domain: str) -> str:
     return f"{name}[{domain}]" if domain else name
 
 
+def in_k(tokens: int) -> str:
+    """Return tokens as names have them: ``512``, or ``2k`` of 2,048."""
+    return str(tokens) if tokens % 1024 else f"{tokens // 1024}k"
+
+
+def context_of(name: str) -> int | None:
+    """Return the tokens of ``decode_tokens_per_s@8k``; None where a name has no such context."""
+    number = re.fullmatch(r"[^@]*@(\d+)(k?)", name)
+    return int(number[1]) * (1024 if number[2] else 1) if number else None
+
+
+def plain(name: str) -> str:
+    """Return a metric without its range or context, and domain: ``perplexity@1k-2k[brown]``."""
+    return name.partition("[")[0].partition("@")[0]
+
+
 def parted(name: str) -> tuple[str, str]:
     """Return a metric, or a column, and its domain: ``perplexity[brown]`` has "brown"."""
     metric, _, domain = name.partition("[")
@@ -344,17 +368,17 @@ def is_score(name: str) -> bool:
 
 
 def spec_of(name: str) -> MetricSpec:
-    """Return the row of a metric on any domain, or of a score."""
-    return SCORE if is_score(name) else METRICS[parted(name)[0]]
+    """Return the row of a metric at any positions, on any domain, or of a score."""
+    return SCORE if is_score(name) else METRICS[plain(name)]
 
 
 def label(name: str) -> str:
-    """Return a metric as tables show it: ``perplexity [brown]``, ``lambada_openai: acc norm``."""
+    """Return a metric as tables show it: ``perplexity at 1k-2k [brown]``, ``lambada: acc norm``."""
     task, colon, score = name.partition(":")
     if is_score(name):
         return f"{task}{colon} {score.replace('_', ' ')}"
     metric, domain = parted(name)
-    return f"{metric.replace('_', ' ')} [{domain}]" if domain else metric.replace("_", " ")
+    return within(metric.replace("_", " ").replace("@", " at "), domain).replace("[", " [")
 
 
 @dataclass(frozen=True)
@@ -363,8 +387,9 @@ class Samples:
 
     Attributes:
         columns: By name, of shape (sequences,), or (sequences, counts). A column of a further
-            domain has its name in brackets (``nll_nats[brown]``), as its metrics do. A column of a
-            task of lm-eval is a score itself (``lambada_openai:acc``).
+            domain has its name in brackets (``nll_nats[brown]``), one of a range of positions the
+            range (``nll_nats@1k-2k``), as its metrics do. A column of a task of lm-eval is a score
+            itself (``lambada_openai:acc``).
         documents: By column, the number of the document that each window of a text begins in;
             columns of independent rows are absent.
     """
@@ -374,12 +399,12 @@ class Samples:
 
     def metrics(self) -> tuple[str, ...]:
         """Return the metrics that the columns give."""
-        domains = dict.fromkeys(parted(name)[1] for name in self.columns)
+        places = dict.fromkeys(column.removeprefix(plain(column)) for column in self.columns)
         names = (
-            within(name, domain)
-            for domain in domains
+            f"{name}{place}"
+            for place in places
             for name, spec in METRICS.items()
-            if spec.formula is not None
+            if spec.formula is not None and (spec.in_tables or "@" not in place)
         )
         complete = [name for name in names if set(columns_of(name)) <= set(self.columns)]
         return (*complete, *filter(is_score, self.columns))
@@ -421,8 +446,8 @@ def columns_of(name: str) -> list[str]:
     """Return the columns that a metric is a function of."""
     if is_score(name):
         return [name]
-    metric, domain = parted(name)
-    return [within(column, domain) for column in METRICS[metric].columns]
+    place = name.removeprefix(plain(name))
+    return [f"{column}{place}" for column in METRICS[plain(name)].columns]
 
 
 def interval_of(

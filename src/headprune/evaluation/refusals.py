@@ -16,10 +16,12 @@ from headprune.data.images import Images
 from headprune.data.read import Examples
 from headprune.data.tokens import around
 from headprune.errors import CheckpointError, DataError, HeadpruneError
+from headprune.evaluation.speed import refuse_long_prompts
 from headprune.evaluation.tagged import refuse_missing_seqeval
+from headprune.evaluation.task_table import TASKS, are_pairs
 from headprune.formats.format import is_exported, read_export
 from headprune.model.embedding import refuse_other_similarity
-from headprune.model.loading import CLASSIFIERS, UNMEASURED, class_ids, task_of
+from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 
 _FOR_ENGINES = ("gguf", "vllm", "onnx", "openvino")
 _MADE_FROM = "--against takes the model that this one was made from"
@@ -54,6 +56,7 @@ def refuse_unfit(
                 f"{option} is for models that generate, and this one is a {kind}. Leave it out, "
                 "with the limits on it."
             )
+    refuse_long_prompts(nets, config.speed_contexts)
     if data.loss is Loss.ANSWERS and (task != "causal-lm" or config.metrics):
         raise HeadpruneError(
             f"loss=answers is of a language model's chats, without --metric; this is a {kind}."
@@ -65,7 +68,7 @@ def refuse_unfit(
             f"--metric {config.metrics[0]} is of written text, and a {kind} writes none. "
             "Leave it out; accuracy and F1 of classifiers are measured without it."
         )
-    if task in UNMEASURED:
+    if task not in TASKS:
         raise HeadpruneError(
             f"There is no metric for the head of a {kind} ({task}) here. "
             "Evaluate it with a script of its task, or evaluate the model below its head: put the "
@@ -86,11 +89,6 @@ def refuse_unfit(
         )
     if len(nets) == 2:
         _refuse_unlike(nets, names, examples)
-
-
-def are_pairs(examples: Examples | Images | Recordings) -> bool:
-    """Return whether the examples are scored pairs of sentences."""
-    return examples.labels is not None and examples.width == 2
 
 
 def _refuse_unlike(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, computed_field, model_validator
 from headprune.config import NonNegativeInt
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.comparison import Interval
-from headprune.evaluation.metrics import label, spec_of
+from headprune.evaluation.metrics import in_k, label, spec_of
 from headprune.evaluation.speed import Speed
 from headprune.io.folders import digest_of
 from headprune.io.writing import write_whole
@@ -139,12 +140,14 @@ class Retrieval(_Piece):
         tokens: Length of the contexts.
         depth: Share of the text before the needle.
         accuracy: Share of retrieved needles.
+        nats: Mean loss per token of the answers.
         n: Needles.
     """
 
     tokens: NonNegativeInt
     depth: float
     accuracy: float
+    nats: float
     n: NonNegativeInt
 
 
@@ -160,6 +163,7 @@ class ModelReport(_Piece):
         metrics: Quality.
         cost: Size.
         speed: Throughput, if it was timed.
+        speed_at: The same after longer prompts, with ``speed_contexts``.
         longest_context: With a given memory: tokens of KV cache that fit beside the weights, over
             all sequences, or with windows of one; activations are not counted.
         needle: Retrieval by context length and depth, with ``--needle``.
@@ -173,6 +177,7 @@ class ModelReport(_Piece):
     metrics: tuple[Metric, ...]
     cost: ModelCost
     speed: Speed | None
+    speed_at: tuple[Speed, ...] = ()
     longest_context: NonNegativeInt | None = None
     needle: tuple[Retrieval, ...] | None = None
 
@@ -243,13 +248,18 @@ class Report(Identified):
         """Return retrieval by length and depth, beside the base's: columns, and rows as text."""
         cells = self.model.needle or ()
         base = (self.against.needle if self.against else None) or ()
-        theirs = {(one.tokens, one.depth): f" ({one.accuracy:.2f})" for one in base}
-        rows: dict[int, list[str]] = {}
-        for one in cells:
-            beside = theirs.get((one.tokens, one.depth), "")
-            rows.setdefault(one.tokens, []).append(f"{one.accuracy:.2f}{beside}")
-        depths = dict.fromkeys(f"at {one.depth:.0%}" for one in cells)
-        return ["context", *depths], [[f"{n:,} tokens", *row] for n, row in rows.items()]
+        theirs = {(one.tokens, one.depth): one for one in base}
+        depths = sorted({one.depth for one in cells})
+        rows: dict[tuple[str, int], dict[float, str]] = {}
+        for one, (name, value) in product(cells, (("found", "accuracy"), ("nats", "nats"))):
+            beside = theirs.get((one.tokens, one.depth))
+            of_base = f" ({getattr(beside, value):.2f})" if beside else ""
+            cell = f"{getattr(one, value):.2f}{of_base}"
+            rows.setdefault((name, one.tokens), {})[one.depth] = cell
+        return ["context", *(f"at {depth:.0%}" for depth in depths)], [
+            [f"{in_k(tokens)} {name}", *(row.get(depth, "-") for depth in depths)]
+            for (name, tokens), row in sorted(rows.items())
+        ]
 
     def write(self, path: Path) -> None:
         """Write the report as JSON, whole or not at all."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from headprune import devices
+from headprune.errors import HeadpruneError
 from headprune.model.batch import CLASSIFIERS, most_tokens, task_of
 from headprune.model.cost import GENERATES
 from headprune.model.placement import alone_on_device, input_device, together_on_device
@@ -51,9 +54,12 @@ class Speed:
     decodes_s: dict[int, tuple[float, ...]]
 
 
+PROMPT = 256  # tokens
+
+
 def measure(
     models: Sequence[PreTrainedModel],
-    prompt_tokens: int = 256,
+    prompt_tokens: int = PROMPT,
     decoded: int = 16,
     repeats: int = 5,
     batches: Sequence[int] = (1,),
@@ -100,7 +106,7 @@ def measure(
 def ratios(
     model: PreTrainedModel,
     reference: PreTrainedModel,
-    prompt_tokens: int = 256,
+    prompt_tokens: int = PROMPT,
     decoded: int = 16,
     repeats: int = 15,
 ) -> dict[str, NDArray[np.float64]]:
@@ -122,6 +128,16 @@ def ratios(
     generates = task_of(model) in GENERATES
     names = ("prefill_tokens_per_s", *(("decode_tokens_per_s",) if generates else ()))
     return {name: faster[:, column] for column, name in enumerate(names)}
+
+
+def refuse_long_prompts(models: Sequence[PreTrainedModel], lengths: Iterable[int]) -> None:
+    """Raise a HeadpruneError if a prompt is longer than the positions of a model."""
+    positions = min((most for model in models if (most := most_tokens(model))), default=sys.maxsize)
+    if (longest := max(lengths, default=0)) > positions:
+        raise HeadpruneError(
+            f"Speed is to be timed after {longest:,} tokens, and a {type(models[0]).__name__} here "
+            f"has {positions:,} positions. Give shorter contexts."
+        )
 
 
 def _prompt(
@@ -170,12 +186,15 @@ def _times(model: PreTrainedModel, ids: Tensor, decoded: int) -> tuple[float, fl
     if task not in GENERATES:
         return _seconds(lambda: model(input_ids=ids), ids.device), 0.0
     state: dict[str, Any] = {}
+    last: dict[str, int] = {}
     prompt, step = {"input_ids": ids}, "input_ids"
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        last["logits_to_keep"] = 1  # as generate does: those of a long prompt would fill the memory
     if task == "seq2seq-lm":
         prompt, step = {**prompt, "decoder_input_ids": ids[:, :1]}, "decoder_input_ids"
 
     def prefill() -> None:
-        result = model(**prompt, use_cache=True)
+        result = model(**prompt, **last, use_cache=True)
         state["cache"], state["next"] = result.past_key_values, result.logits[:, -1:].argmax(-1)
         if task == "seq2seq-lm":
             source = BaseModelOutput(result.encoder_last_hidden_state)

@@ -38,25 +38,23 @@ def tag_columns(
     said: Sequence[NDArray[np.int64]],
     rows: Dataset,
     config: PreTrainedConfig,
-    first: PreTrainedConfig,
 ) -> dict[str, Floats]:
     """Return, per sentence, the words with the right tag, all words, and counts of entities.
 
     Args:
         said: Numbers of the predicted tags, of all tokens.
         rows: The sentences, with labels at the first token of every word.
-        config: That of the model.
-        first: That of the model whose classes number the labels.
+        config: That of the model whose classes number both.
     """
-    ours, theirs = ({n: name for name, n in class_ids(each).items()} for each in (config, first))
+    names = {number: name for name, number in class_ids(config).items()}
     hits, counts, entities = [], [], []
     for predicted, labels in zip(said, rows["labels"], strict=True):
         of_words = [place for place, label in enumerate(labels) if label != -100]
-        got = [ours[int(predicted[place])] for place in of_words]
-        wanted = [theirs[labels[place]] for place in of_words]
+        got = [names[int(predicted[place])] for place in of_words]
+        wanted = [names[labels[place]] for place in of_words]
         hits.append(sum(a == b for a, b in zip(got, wanted, strict=True)))
         counts.append(len(wanted))
-        if names_entities(first):
+        if names_entities(config):
             entities.append(_entities(got, wanted))
     columns: dict[str, Any] = dict(zip(TAGS, (hits, counts), strict=True))
     if entities:

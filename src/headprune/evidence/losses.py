@@ -12,12 +12,12 @@ from headprune.data.text import Sequences
 from headprune.errors import DataError
 from headprune.model.batch import Batch, inputs_of, token_mask
 from headprune.model.embedding import embedding
-from headprune.model.loading import UNMEASURED, Task
+from headprune.model.loading import WITHOUT_LOSS, Task
 from headprune.model.passes import run_model
 from headprune.tensors.draws import generator_for
 from headprune.tensors.dtypes import in_float32
 
-BY_EMBEDDING = ("features", "token-classification", "ctc", *UNMEASURED)
+BY_EMBEDDING = ("features", "token-classification", "ctc", *WITHOUT_LOSS)
 
 
 @torch.no_grad()

@@ -40,9 +40,9 @@ def passage_dependent_words(
     They stand in it, but not in their own sentence, and the model predicts them after the passage,
     not after that sentence alone.
     """
-    hits = answered(model, [word.row for word in words], batch_size, progress)
+    hits = answered(model, [word.row for word in words], batch_size, progress).hits
     known = [word for word, hit in zip(words, hits, strict=True) if hit]
-    hits = answered(model, [word.alone for word in known], batch_size)
+    hits = answered(model, [word.alone for word in known], batch_size).hits
     return [word.row for word, hit in zip(known, hits, strict=True) if not hit]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import CalibrationConfig, DataConfig, ScoreConfig
+from headprune.config import CalibrationConfig, DataConfig, ScoreConfig, WindowConfig
 from headprune.context import Context
 from headprune.data.batches import calibration
 from headprune.data.passages import PassageWord, passage_words
@@ -19,6 +19,7 @@ from headprune.errors import DataError, PlanError
 from headprune.evidence import recall
 from headprune.evidence.criteria import CRITERIA, per_unit
 from headprune.evidence.statistics import Need, Statistics, collect, first_not_finite
+from headprune.evidence.windows import window_scores
 from headprune.io.outputs import claims_output
 from headprune.model.attention import attention_of, of_kinds, refuse_unknown_kinds
 from headprune.model.batch import most_tokens
@@ -40,7 +41,7 @@ NEEDS_DATA: frozenset[Need] = NEEDS_LOSS | {"activations", "gram"}
 def score(
     model: str | Path,
     output: Path,
-    config: ScoreConfig,
+    config: ScoreConfig | WindowConfig,
     data: DataConfig | None = None,
     overwrite: bool = False,
     context: Context = Context(),
@@ -51,8 +52,9 @@ def score(
     Args:
         model: Folder or hub id.
         output: The scores folder; it appears whole or not at all.
-        config: By which criteria (``headprune.evidence.criteria``), and how much data is used.
-        data: Where the examples come from; some criteria need none.
+        config: By which criteria (``headprune.evidence.criteria``), or for which window, and how
+            much data is used.
+        data: Where the examples come from; some criteria need none, and windows have a text.
         overwrite: Replace an existing output.
         context: Progress and permissions.
         refuse: Called with the opened model, before the long work.
@@ -60,11 +62,16 @@ def score(
     Raises:
         HeadpruneError: If model, data and criteria do not fit together.
     """
-    refuse_request(config, data)
+    if isinstance(config, ScoreConfig):
+        refuse_request(config, data)
     context.stage("loading the model")
-    opened = open_model(model, config.dtype, context.allowed, calibrates=data is not None)
+    reads = data is not None or isinstance(config, WindowConfig)
+    opened = open_model(model, config.dtype, context.allowed, calibrates=reads)
     refuse(opened, context)
-    result, _ = scores_on(opened, config, data, context)
+    if isinstance(config, WindowConfig):
+        result = window_scores(opened, config, data, context)
+    else:
+        result, _ = scores_on(opened, config, data, context)
     write_scores(output, result)
     return result
 

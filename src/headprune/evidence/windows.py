@@ -1,4 +1,4 @@
-"""How much every KV head, or layer, loses by a window: one forward and one backward pass.
+"""Scores of windows: KV heads or layers by their loss, in one forward and one backward pass.
 
 With a share ``a`` of full attention in the output of a head,
 
@@ -31,13 +31,13 @@ from headprune.context import Context
 from headprune.data.batches import calibration
 from headprune.data.far import far_rows
 from headprune.data.read import digest_of_data
-from headprune.data.text import Sequences
+from headprune.data.text import SHIPPED, Sequences
 from headprune.data.tokens import around
 from headprune.errors import DataError, PlanError
 from headprune.evidence.losses import example_losses
 from headprune.evidence.statistics import first_not_finite
 from headprune.model.attention import attention_of, family_of
-from headprune.model.batch import Batch, most_tokens, task_of
+from headprune.model.batch import Batch, most_tokens, padded, task_of
 from headprune.model.cost import KVCache
 from headprune.model.gating import frozen
 from headprune.model.open import Model
@@ -50,12 +50,11 @@ from headprune.schemas.scores import Scores, ScoresMetadata
 from headprune.tensors.units import Unit, members
 
 CRITERION = "window"
-BLOCK = 512  # tokens whose slopes are summed before they are squared
+BLOCK = 32  # tokens: their slopes are summed, and the sum is squared
 FAR = 1.0  # weight of far answers beside text
 _WINDOW, _CONTEXT = 1_024, 8_192  # at most, where none is given
 _SEQUENCE = 4  # windows in a sequence
 _LEAST_CHUNK = 128  # queries that attend together
-_SHIPPED = Path(__file__).parents[1] / "data" / "mixed"
 
 
 def window_scores(
@@ -77,11 +76,13 @@ def window_scores(
         PlanError: If no module can have a window, or the window is no smaller than the context.
         DataError: If there is too little text, or a number is not finite.
     """
-    net, source = model.net, data or DataConfig(source=str(_SHIPPED))
+    net, source = model.net, data or DataConfig(source=str(SHIPPED))
     attentions, window = candidates(net), window_of(net, model.tokenizer, config)
     text = _text(model, config, window, source)
     batches = text.batches()
     far = _far_batches(model, text, window, config.seed)
+    if not far:
+        context.line("no prompt whose answer lies far back fits: scores are by text alone")
     context.stage("scoring")
     passes, size = context.each([*batches, *far]), (window.size, window.sinks)
     total = torch.zeros(sum(len(members(config.unit, a.group_sizes)) for a in attentions))
@@ -109,7 +110,7 @@ def window_scores(
 
 
 def candidates(net: PreTrainedModel) -> list[Attention]:
-    """Return the modules whose KV heads may get a window: those that cache the whole past.
+    """Return the modules whose KV heads may get a window, as they cache the whole past.
 
     Raises:
         PlanError: If there is none.
@@ -179,10 +180,7 @@ def _text(model: Model, config: WindowConfig, window: Window, data: DataConfig) 
 def _far_batches(model: Model, text: Sequences, window: Window, seed: int) -> list[Batch]:
     first, ids = len(around(model.tokenizer).before), text.rows["input_ids"]
     rows = far_rows(ids, model.tokenizer, (window.size, window.sinks), first, seed)
-    return [
-        {name: torch.tensor([column]) for name, column in row.items()} | {"use_cache": False}
-        for row in rows
-    ]
+    return [{**padded([row], 0), "use_cache": False} for row in rows]
 
 
 def slopes(
@@ -191,7 +189,7 @@ def slopes(
     batches: Iterable[Batch],
     window: tuple[int, int],
     block: int = BLOCK,
-) -> list[Float[Tensor, "blocks heads"]]:
+) -> list[Float[Tensor, "_blocks _heads"]]:
     """Return the slope of the loss by the share of full attention, at full attention.
 
     The loss is that of every example by itself, the mean over its tokens.
@@ -228,7 +226,9 @@ def slopes(
 
     with frozen(net), attending(attentions, attend):
         for batch in batches:
-            example_losses(net, "causal-lm", batch).sum().backward()
+            loss = example_losses(net, "causal-lm", batch).sum()
+            if loss.requires_grad:  # else no module was called, which `attending` refuses
+                loss.backward()
             for module, of_tokens in live.items():
                 parts = [part.sum(1) for part in of_tokens.split(block, 1)]
                 rows[module].append(torch.stack(parts, 1).flatten(0, 1).cpu())
@@ -266,21 +266,18 @@ def windowed_outputs(
             i = torch.arange(start, stop, device=call.query.device)[:, None]
             j = torch.arange(low, stop, device=call.query.device)
             near = F.pad((j <= i) & (i - j < size), (sinks, 0), value=True)
-            part = replace(
-                call,
-                query=call.query[:, :, start:stop],
-                **{
-                    name: torch.cat([states[:, :, :sinks], states[:, :, low:stop]], 2)
-                    for name, states in (("key", call.key), ("value", call.value))
-                },
+            key, value = (
+                torch.cat([states[:, :, :sinks], states[:, :, low:stop]], 2)
+                for states in (call.key, call.value)
             )
+            part = replace(call, query=call.query[:, :, start:stop], key=key, value=value)
             eager = own_attention(call.module)[1]
             parts.append(part.outputs(mask_of(near[None, None], eager, call.query.dtype)))
         return torch.cat(parts, 1)
 
 
 def _shares(
-    slopes: Sequence[Float[Tensor, "blocks heads"]], attentions: Sequence[Attention], unit: Unit
+    slopes: Sequence[Float[Tensor, "_blocks _heads"]], attentions: Sequence[Attention], unit: Unit
 ) -> Float[Tensor, " units"]:
     """Return the sum over blocks of the squared slope of every unit, as a share of all."""
     squares = [

@@ -34,8 +34,8 @@ Task = Literal[
 ]
 Modality = Literal["text", "images", "sound"]
 CLASSIFIERS: tuple[Task, ...] = ("classification", "multi-label", "regression")
-# tasks without a metric here; their heads can be matched to a teacher
-UNMEASURED: tuple[Task, ...] = (
+# tasks without a loss here; their heads can be matched to a teacher
+WITHOUT_LOSS: tuple[Task, ...] = (
     "question-answering",
     "multiple-choice",
     "next-sentence",

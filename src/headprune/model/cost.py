@@ -19,6 +19,7 @@ from headprune.runtime.modeling_headprune import Attention, width
 GENERATES = ("causal-lm", "seq2seq-lm")
 CACHED = ("self", "decoder", "text")  # kinds of attention that cache every token they generate
 STUB = 2  # numbers per token in the cache of a layer without heads
+CONTEXTS = (2_048, 8_192, 32_768, 131_072)  # tokens of caches in reports
 CONTEXT = 8_192  # tokens at which the caches of models with windows are stated
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
@@ -35,6 +36,7 @@ class ModelCost:
         kv_cache_bytes: KV cache of ``kv_cache_tokens`` in the model's dtype; 0 for models that
             generate nothing.
         kv_cache_tokens: The context: 1, or with windows ``stated_context``.
+        kv_cache_bytes_at: KV cache of each of ``CONTEXTS`` that the model takes, by its tokens.
     """
 
     parameters: NonNegativeInt
@@ -43,6 +45,7 @@ class ModelCost:
     kv_heads: NonNegativeInt
     kv_cache_bytes: NonNegativeInt
     kv_cache_tokens: NonNegativeInt
+    kv_cache_bytes_at: Mapping[int, NonNegativeInt]
 
 
 @dataclass(frozen=True)
@@ -161,13 +164,19 @@ def kv_heads_of(model: PreTrainedModel, attention: Attention) -> int:
 def model_cost(model: PreTrainedModel, context: int | None = None) -> ModelCost:
     """Return the sizes of a model's weights, and of its cache of a context."""
     attentions, context = attention_of(model), context or stated_context(model)
+    cache, most = KVCache.of(model), most_tokens(model) or sys.maxsize
     return ModelCost(
         parameters=model.num_parameters(),
         attention_parameters=sum(map(attention_parameters, attentions)),
         query_heads=sum(a.query_heads for a in attentions),
         kv_heads=sum(kv_heads_of(model, a) for a in attentions),
-        kv_cache_bytes=KVCache.of(model).elements(context) * model.dtype.itemsize,
+        kv_cache_bytes=cache.elements(context) * model.dtype.itemsize,
         kv_cache_tokens=context,
+        kv_cache_bytes_at={
+            n: cache.elements(n) * model.dtype.itemsize
+            for n in CONTEXTS
+            if cache.per_token and n <= most
+        },
     )
 
 

@@ -29,7 +29,7 @@ from headprune.io.shards import StoredTensor
 from headprune.io.writing import refuse_strange_name
 from headprune.model.attention import attention_of, family_of, restore_ids
 from headprune.model.batch import CLASSIFIERS as CLASSIFIERS
-from headprune.model.batch import UNMEASURED as UNMEASURED
+from headprune.model.batch import WITHOUT_LOSS as WITHOUT_LOSS
 from headprune.model.batch import Task as Task
 from headprune.model.batch import auto_class_of as auto_class_of
 from headprune.model.batch import class_ids as class_ids

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ class AttentionCall:
 
     def outputs(self, mask: Tensor | None) -> Tensor:
         """Return the outputs of the heads by the model's own function, shape (batch, length, heads,
-        head_dim)."""
+        head_dim).
+        """
         function, _ = own_attention(self.module)
         outputs: Tensor = function(
             self.module, self.query, self.key, self.value, mask, **self.arguments
@@ -85,7 +87,7 @@ class AttentionCall:
         seen = torch.where(narrow, near, every)
         return self.outputs(mask_of(seen, own_attention(self.module)[1], self.query.dtype))
 
-    def seen(self, window: tuple[int, int]) -> tuple[Bool[Tensor, "..."], Bool[Tensor, "..."]]:
+    def seen(self, window: tuple[int, int]) -> tuple[Bool[Tensor, ...], Bool[Tensor, ...]]:
         """Return which keys every query sees without and with a window.
 
         Shape (1 or batch, 1, length, source length).
@@ -114,11 +116,18 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
     refuse_windows(attentions)
     modules: list[Any] = [attention.module for attention in attentions]
     before = [getattr(module, "config", None) for module in modules]
-    called, ran = set[Any](), set[Any]()
+    called = set[Any]()
 
     def called_by(call: AttentionCall) -> Tensor:
         called.add(call.module)
         return attend(call)
+
+    def check(path: str, module: Any, *_: Any) -> None:
+        if module not in called:
+            raise PlanError(
+                f"'{path}' does not hand its queries and keys to transformers' attention "
+                "interface, where windows are applied. Such a model cannot have any."
+            )
 
     handles = []
     for attention, config in zip(attentions, before, strict=True):
@@ -127,15 +136,9 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
         own.pop("shared", None)
         own |= {"_attn_implementation": _ATTENDED, "headprune_attend": called_by}
         module.config = LayerConfig(config, own)
-        handles.append(module.register_forward_hook(lambda module, *_: ran.add(module)))
+        handles.append(module.register_forward_hook(partial(check, attention.path)))
     try:
         yield
-        for attention in attentions:
-            if attention.module in ran - called:
-                raise PlanError(
-                    f"'{attention.path}' does not hand its queries and keys to transformers' "
-                    "attention interface, where windows are applied. Such a model cannot have any."
-                )
     finally:
         for module, config, handle in zip(modules, before, handles, strict=False):
             module.config = config

@@ -181,7 +181,13 @@ def choose(model: Model, request: CutRequest, empty_layers: bool = True) -> Chos
 
 
 def _scores(given: Path | Scores, *model: Any) -> Scores:
-    return given if isinstance(given, Scores) else read_scores(given, *model)
+    scores = given if isinstance(given, Scores) else read_scores(given, *model)
+    if scores.metadata.window is not None:
+        raise PlanError(
+            "These scores say what heads lose by a window, and a cut removes heads. Give them to "
+            "headprune convert-swa, or score with --form removed."
+        )
+    return scores
 
 
 def _by_plan(net: PreTrainedModel, plan: Path | Plan | None) -> _Decision:

@@ -383,8 +383,8 @@ class Expectation:
         for wrong, control in self.windows.items():
             if control < CONCLUSIVE * self.tolerance:
                 return (
-                    f"wrong windows ({wrong}) would change what the model or a module gives by "
-                    f"{control:.1e} of its largest value, and rounding explains {self.tolerance:.1e}"
+                    f"wrong windows ({wrong}) would change what a module gives by {control:.1e} of "
+                    f"its largest value, and rounding explains {self.tolerance:.1e}"
                 )
         amplified = AMPLIFICATION * self.rounding.outputs * rounding_factor
         if self.control is None or not amplified > TOLERANCE[self.dtype]:

@@ -11,14 +11,14 @@ from headprune.errors import HeadpruneError
 from headprune.evaluation import speed
 from headprune.evaluation.evaluate import run
 from headprune.evaluation.loaded import Loaded, load
-from headprune.evaluation.metrics import is_score, parted, spec_of
+from headprune.evaluation.metrics import Floats, context_of, is_score, parted, plain, spec_of
 from headprune.evaluation.report import Identified, Metric
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import BASELINE
 from headprune.model.cost import model_cost
 from headprune.model.residency import residency_of
 from headprune.regression.baseline import Baseline, Subject, read_baseline
-from headprune.regression.limits import SPEED, Limit, parse_limit
+from headprune.regression.limits import SPEED, STRUCTURE, Limit, parse_limit
 from headprune.regression.verdicts import (
     Judged,
     Verdict,
@@ -96,8 +96,11 @@ def check(
             if one.needs_baseline and one.is_quality:
                 baseline.refuse_metric(path, one.metric, settings, original)
     evaluation = run(loaded, config.evaluate_config(), progress)
-    timed = any(one.metric in SPEED for one in limits)
-    ratios = speed.ratios(*loaded.nets) if timed else {}
+    ratios: dict[str, Floats] = {}
+    for at, context in _timed(limits).items():
+        net, base = loaded.nets
+        faster = speed.ratios(net, base, context)
+        ratios |= {f"{name}{at}": by_repeat for name, by_repeat in faster.items()}
     evaluated = time.perf_counter()
     route = load_route(loaded.nets[0])
     judged = tuple(judge_limit(one, evaluation, route, baseline, ratios, config) for one in limits)
@@ -189,22 +192,34 @@ def _references(limits: list[Limit], config: CheckConfig) -> tuple[Baseline | No
     )
 
 
+def _timed(limits: list[Limit]) -> dict[str, int]:
+    """Return prompts to time, by what limits on speed have behind their names, as "@8k"."""
+    timed = [one.metric for one in limits if plain(one.metric) in SPEED]
+    return {name.removeprefix(plain(name)): context_of(name) or speed.PROMPT for name in timed}
+
+
 def _refuse_limits(limits: list[Limit], loaded: Loaded) -> None:
     """Refuse limits on what this run will not measure, before it runs."""
     kind, known = type(loaded.nets[0]).__name__, loaded.metrics()
-    generates = model_cost(loaded.nets[0]).kv_cache_bytes > 0
+    speed.refuse_long_prompts(loaded.nets, (n for at, n in _timed(limits).items() if at))
+    structure = structure_of(model_cost(loaded.nets[0]))
     for one in limits:
+        if plain(one.metric) in STRUCTURE and one.metric not in structure:
+            raise HeadpruneError(
+                f"The limit '{one.text}': of a {kind} with these positions this run knows "
+                f"{', '.join(structure)}."
+            )
         if one.is_quality and not is_score(one.metric) and one.metric not in known:
             raise HeadpruneError(
                 f"The limit '{one.text}': this run does not measure {parted(one.metric)[0]} on "
                 f"that data; for a {kind} on this data it measures "
                 f"{', '.join(known) or 'nothing without --against'}."
             )
-        if one.metric == "decode_tokens_per_s" and not generates:
+        if plain(one.metric) == "decode_tokens_per_s" and not structure["kv_cache_bytes"]:
             raise HeadpruneError(
                 f"The limit '{one.text}': a {kind} generates no text; limit prefill_tokens_per_s."
             )
-        if one.metric in SPEED and any(map(residency_of, loaded.nets)):
+        if plain(one.metric) in SPEED and any(map(residency_of, loaded.nets)):
             raise HeadpruneError(
                 f"The limit '{one.text}': models that run layer by layer are not timed. Give "
                 "--config placement=whole, or leave this limit out."

@@ -6,7 +6,10 @@
     perplexity recovery >= 98 %    of the original's quality
     perplexity <= 105 %            of the original's value
     kv_cache_bytes <= 50 %
+    kv_cache_bytes@8k <= 50 %      of a context of 8,192 tokens
+    perplexity@1k-2k <= 105 %      of the tokens at these positions
     decode_tokens_per_s >= 120 %   of the original's speed, timed in the same run
+    decode_tokens_per_s@8k >= 1 %  after a prompt of 8,192 tokens
     query_heads == 201             exact counts
     load_route == native           or runtime
     perplexity[brown] <= 105 %     on the further data of that name
@@ -25,7 +28,7 @@ from enum import Enum
 from typing import Literal, get_args
 
 from headprune.errors import HeadpruneError
-from headprune.evaluation.metrics import METRICS, is_score, parted, spec_of
+from headprune.evaluation.metrics import METRICS, context_of, is_score, parted, plain, spec_of
 from headprune.registry import did_you_mean
 from headprune.schemas.plan import Shape
 
@@ -39,7 +42,8 @@ KNOWN = (*METRICS, *STRUCTURE, *SPEED, ROUTE)
 
 Operator = Literal["<=", ">=", "=="]
 
-_METRIC = r"[\w.-]+:[\w.,-]+|\w+(?:\[[\w.-]+\])?"  # of a task, or on a domain
+# of a task, or at a range or a context, and on a domain
+_METRIC = r"[\w.-]+:[\w.,-]+|\w+(?:@[\w-]+)?(?:\[[\w.-]+\])?"
 _LINE = re.compile(
     rf"(?P<metric>{_METRIC})(?P<recovery>\s+recovery)?\s*(?P<op>[<>=!]+)\s*(?P<bound>.+)"
 )
@@ -77,7 +81,7 @@ class Limit:
     @property
     def is_quality(self) -> bool:
         """True if it is on a metric of data or of tasks."""
-        return is_score(self.metric) or parted(self.metric)[0] in METRICS
+        return is_score(self.metric) or plain(self.metric) in METRICS
 
     @property
     def percent(self) -> bool:
@@ -119,13 +123,15 @@ def _parsed(text: str) -> Limit:
             "'perplexity <= 25' or 'perplexity <= +2 %'."
         )
     metric, op, recovery = line["metric"], line["op"], line["recovery"] is not None
-    plain, domain = parted(metric)
+    name, domain = plain(metric), parted(metric)[1]
     known = list(METRICS if domain else KNOWN)
-    if not is_score(metric) and plain not in known:
+    if not is_score(metric) and name not in known:
         raise _Problem(
-            f"there is no metric '{plain}'{' of data' if domain else ''}."
-            f"{did_you_mean(plain, known)} Known are {', '.join(known)}."
+            f"there is no metric '{name}'{' of data' if domain else ''}."
+            f"{did_you_mean(name, known)} Known are {', '.join(known)}."
         )
+    if name in SPEED and metric != name and context_of(metric) is None:
+        raise _Problem(f"'{metric}' has no context: write it as '{name}@8k', of 8,192 tokens.")
     operator = next((one for one in get_args(Operator) if one == op), None)
     if operator is None:
         raise _Problem(f"'{op}' is none of <=, >= and ==.")
@@ -151,8 +157,8 @@ def _parsed(text: str) -> Limit:
 
 def _kind(metric: str, op: str, sign: str, percent: bool, recovery: bool) -> Comparison:
     """Return the comparison, if it makes sense for the metric."""
-    score, speed = is_score(metric), metric in SPEED
-    quality = not score and parted(metric)[0] in METRICS
+    score, speed = is_score(metric), plain(metric) in SPEED
+    quality = not score and plain(metric) in METRICS
     higher_is_better = spec_of(metric).higher_is_better if quality else speed
     if score and (recovery or op == "=="):  # its direction is known once the task has run
         raise _Problem(

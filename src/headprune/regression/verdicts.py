@@ -26,8 +26,10 @@ from headprune.evaluation.metrics import (
     Floats,
     Samples,
     columns_of,
+    in_k,
     interval_of,
     is_score,
+    plain,
     spec_of,
 )
 from headprune.model.cost import ModelCost
@@ -196,8 +198,9 @@ def _needed(interval: Interval, bound: float) -> int | None:
 
 
 def structure_of(cost: ModelCost) -> dict[str, int]:
-    """Return the counts and bytes that can be limited."""
-    return {name: getattr(cost, name) for name in STRUCTURE}
+    """Return the counts and bytes that can be limited, by the names of limits."""
+    at = {f"kv_cache_bytes@{in_k(n)}": size for n, size in cost.kv_cache_bytes_at.items()}
+    return {name: getattr(cost, name) for name in STRUCTURE} | at
 
 
 def load_route(net: PreTrainedModel) -> str:
@@ -231,13 +234,13 @@ def judge_limit(
     report, metric = evaluation.report, limit.metric
     if metric == ROUTE:
         return judge_exact(limit, route)
-    if metric in STRUCTURE:
+    if plain(metric) in STRUCTURE:
         reference = baseline.structure if baseline is not None else {}
         if limit.needs_original:
             reference = structure_of(report.against.cost) if report.against is not None else {}
         value = structure_of(report.model.cost)[metric]
         return judge_exact(limit, counted(limit, value, reference.get(metric)))
-    if metric in SPEED:
+    if plain(metric) in SPEED:
         faster = ratios[metric]  # the median, as a machine stumbles now and then
         middle = bootstrap(lambda i: np.median(faster[i], axis=-1), len(faster), *how)
         return judge(limit, middle)

@@ -16,6 +16,7 @@ from headprune.render.terminal import folded, show
 
 if TYPE_CHECKING:
     from headprune.evaluation.report import ModelReport, Report
+    from headprune.evaluation.speed import Speed
     from headprune.family.capabilities import Capability
     from headprune.model.inspection import Inspection
 
@@ -174,7 +175,10 @@ def evaluated(report: Report, base: str | None = None) -> list[Block]:
     depths, needles = report.needle()
     if needles:
         beside = " (of the base in brackets)" if report.against is not None else ""
-        page.append(Table(depths, needles, f"Needles found, by context and depth{beside}"))
+        page.append(Table(depths, needles, f"Needles, by context and depth{beside}"))
+    if later := _speed_at(report):
+        columns = ["after a prompt of", *_rates(report.model.speed_at[0])]
+        page.append(Table(columns, later))
     return page
 
 
@@ -193,7 +197,10 @@ def _sizes(model: ModelReport) -> dict[str, float]:
         "attention parameters": cost.attention_parameters,
     }
     if cost.kv_cache_bytes:  # an encoder has no cache
-        sizes[f"KV bytes {at_context(cost.kv_cache_tokens)}"] = cost.kv_cache_bytes
+        # without windows, the cache per token tells all of them
+        several = cost.kv_cache_bytes_at if cost.kv_cache_tokens > 1 else {}
+        cached = several or {cost.kv_cache_tokens: cost.kv_cache_bytes}
+        sizes |= {f"KV bytes {at_context(tokens)}": size for tokens, size in cached.items()}
     if model.longest_context is not None:
         sizes["longest context, tokens"] = model.longest_context
     if speed is not None and speed.peak_memory_bytes is not None:
@@ -203,11 +210,25 @@ def _sizes(model: ModelReport) -> dict[str, float]:
 
 def speeds(model: ModelReport) -> dict[str, float]:
     """Return tokens per second: prefill, and decoding by batch size."""
-    if model.speed is None:
-        return {}
-    batches = sorted(model.speed.decode_by_batch.items())
+    return _rates(model.speed) if model.speed is not None else {}
+
+
+def _rates(speed: Speed) -> dict[str, float]:
+    batches = sorted(speed.decode_by_batch.items())
     decoding = {_DECODED.format(size): rate for size, rate in batches}
-    return {_PREFILL: model.speed.prefill_tokens_per_s, **decoding}
+    return {_PREFILL: speed.prefill_tokens_per_s, **decoding}
+
+
+def _speed_at(report: Report) -> list[list[str]]:
+    """Return a row per stated context; ratios to the base in brackets."""
+    base = report.against.speed_at if report.against else ()
+    rows = []
+    for index, speed in enumerate(report.model.speed_at):
+        theirs = _rates(base[index]) if base else {}
+        ratios = {name: f" ({n / theirs[name]:.2f} x)" for name, n in _rates(speed).items() if base}
+        rates = (f"{n:,.1f}{ratios.get(name, '')}" for name, n in _rates(speed).items())
+        rows.append([f"{speed.prompt_tokens:,} tokens", *rates])
+    return rows
 
 
 def _speed_ranges(report: Report) -> dict[str, str]:

@@ -37,7 +37,9 @@ def after_gates(run: GatesRun, model: str, given: Given) -> str:
 
 
 def after_scores(scores: Scores, output: Path, model: str, given: Given) -> str:
-    """Return a cut by scores."""
+    """Return a cut by scores, or windows by scores of windows."""
+    if scores.metadata.window is not None:
+        return _line("convert-swa", [model, _free(output, "windows")], {"scores": output}, given)
     names, (refit, settings) = list(scores.scores), _as_scored(scores.metadata)
     options = {
         "scores": output,
@@ -90,8 +92,8 @@ def _as_scored(scored: ScoresMetadata) -> tuple[dict[str, Any], dict[str, Any]]:
     return options, settings
 
 
-def _free(evidence: Path) -> Path:
-    path, number = beside(evidence, "{}-pruned"), 2
+def _free(evidence: Path, what: str = "pruned") -> Path:
+    path, number = beside(evidence, f"{{}}-{what}"), 2
     while path.exists():
-        path, number = beside(evidence, f"{{}}-pruned-{number}"), number + 1
+        path, number = beside(evidence, f"{{}}-{what}-{number}"), number + 1
     return path

@@ -263,7 +263,8 @@ def heat_maps(console: Console, scores: Scores) -> None:
         title = f"{name}  {scores.metadata.criteria[name]}"
         columns = ("attention module", scores.metadata.unit.value)
         page.append(Table(columns, rows, title, names=2, modules=True))
-    show(console, [*page, Paragraph(f"{SHADES[0]} would go first, {SHADES[-1]} last")])
+    becomes = "go" if scores.metadata.window is None else "get a window"
+    show(console, [*page, Paragraph(f"{SHADES[0]} would {becomes} first, {SHADES[-1]} last")])
 
 
 def _by_module(scores: Scores, values: torch.Tensor) -> Sequence[tuple[str, list[float]]]:

@@ -27,6 +27,7 @@ _UNIT = {
     Unit.HEAD: "one by one",
     Unit.KV_GROUP: "a KV head with its queries at a time",
     Unit.QUERY_SLOT: "a query of every KV head at a time",
+    Unit.LAYER: "all heads of a layer at a time",
 }
 
 

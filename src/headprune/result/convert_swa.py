@@ -85,7 +85,9 @@ def propose_windows(
         heads=sum(len(part.window or ()) for part in plan.attentions.values()),
     )
     warnings = []
-    full = (set(part.window or ()) >= set(range(part.kv_heads)) for part in plan.attentions.values())
+    full = (
+        set(part.window or ()) >= set(range(part.kv_heads)) for part in plan.attentions.values()
+    )
     if all(full):
         warnings.append(
             "No KV head keeps the whole past: what lies further back than the window is lost to "

@@ -31,9 +31,7 @@ def _groups(heads: Heads) -> tuple[int, ...]:
     return (len(heads.query_heads) // count,) * count if count else ()
 
 
-def engines_of(
-    net: PreTrainedModel, layout: Mapping[str, Heads], shape: Shape
-) -> tuple[str, ...]:
+def engines_of(net: PreTrainedModel, layout: Mapping[str, Heads], shape: Shape) -> tuple[str, ...]:
     """Return the engines of generated text that hold a result; none hold windows of heads."""
     if task_of(net) != "causal-lm" or any(heads.window_heads for heads in layout.values()):
         return ()

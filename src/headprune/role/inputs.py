@@ -24,11 +24,12 @@ from headprune.config import (
     RolesConfig,
 )
 from headprune.data.batches import batches
+from headprune.data.needles import Needle, needles
 from headprune.data.read import read_examples
 from headprune.data.text import Sequences, Text, evenly
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.evaluation.probes import Needle, needles
+from headprune.evaluation.probes import SECRETS
 from headprune.model.answers import answered
 from headprune.model.batch import Batch, most_tokens
 from headprune.model.loading import task_of, vocabulary_of
@@ -236,11 +237,13 @@ def needles_input(
             f"is a {type(net).__name__}. Leave it out."
         )
     trials = max(1, config.sequences // len(NEEDLE_DEPTHS))
-    settings = NeedleConfig(needle_lengths=config.needle_lengths, needle_trials=trials)
+    settings = NeedleConfig(
+        needle_lengths=config.needle_lengths, needle_trials=trials, needle_keys=1, seed=config.seed
+    )
     most, vocabulary = most_tokens(net, tokenizer), vocabulary_of(net)
     examples = read_examples(data, tokenizer)
-    contexts = needles(examples, tokenizer, most, settings, config.seed, vocabulary)
-    hits = answered(net, [needle.row for needle in contexts], 1)
+    contexts = needles(examples, tokenizer, SECRETS, settings, most, vocabulary)
+    hits = answered(net, [needle.row for needle in contexts], 1).hits
     copied = [needle for needle, hit in zip(contexts, hits, strict=True) if hit]
     places = [(needle, _elsewhere(needle, copied)) for needle in copied]
     rows = [(needle, place) for needle, place in places if place is not None]

@@ -934,7 +934,9 @@ class WindowHeads(_Changed):
         name = next((name for name, value in kwargs.items() if isinstance(value, Cache)), None)
         cache = None if name is None else kwargs.pop(name)
         if cache is not None:
-            kwargs["headprune_layer"] = self._layer_of(getattr(cache, "self_attention_cache", cache))
+            kwargs["headprune_layer"] = self._layer_of(
+                getattr(cache, "self_attention_cache", cache)
+            )
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
     def _layer_of(self, cache: Any) -> Any:

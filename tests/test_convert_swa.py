@@ -1,0 +1,207 @@
+"""convert-swa: which KV heads get a window, what is written, and what is refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import headprune
+from headprune.config import DataConfig, HealConfig, SwaConfig, WindowConfig
+from headprune.distillation.heal import heal
+from headprune.errors import DataError, HeadpruneError, PlanError
+from headprune.evidence.windows import window_scores
+from headprune.model.attention import attention_of
+from headprune.model.cost import model_cost
+from headprune.model.open import open_model
+from headprune.planning.windows import plan_windows
+from headprune.result.convert_swa import convert_swa
+from headprune.result.verify import verify
+from headprune.schemas.manifest import read_manifest
+from headprune.schemas.plan import read_plan
+from headprune.schemas.records import Window
+from headprune.schemas.scores import write_scores
+from headprune.tensors.units import Unit
+from tests import tiny
+
+SMALL = {"window": 8, "sinks": 2, "seq_len": 64, "calibration_tokens": 512}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(3000))
+    return tmp_path
+
+
+def converted(folder, name="out", **settings):
+    text = DataConfig(source=str(folder / "text.txt"))
+    config = SwaConfig(**{**SMALL, **settings})
+    return convert_swa(str(folder / "model"), folder / name, config, text)
+
+
+def test_half_of_the_heads_by_default(folder):
+    """Six of twelve: the result loads without headprune, and its record says what it is."""
+    result = converted(folder)
+    assert result.manifest.done.heads == 6
+    assert result.manifest.done.window == Window(size=8, sinks=2)
+    assert set(result.manifest.proof.windows) >= {"window shorter by one", "no sinks"}
+    plain = AutoModelForCausalLM.from_pretrained(folder / "out", trust_remote_code=True)
+    ids = torch.randint(5, tiny.VOCAB, (2, 40))
+    net = headprune.from_pretrained(folder / "out")
+    with torch.no_grad():
+        original = headprune.from_pretrained(folder / "model")
+        assert plain(ids).logits.equal(net(ids).logits)
+        assert (original(ids).logits - net(ids).logits).abs().max() > 1e-3
+    assert sum(a.window_heads for a in attention_of(net)) == 6
+    assert verify(folder / "out", folder / "model").passed
+    settings = json.loads((folder / "out" / "generation_config.json").read_text())
+    assert settings["prefill_chunk_size"] == 1024
+    assert settings["eos_token_id"] == original.config.eos_token_id
+
+
+def test_the_heads_with_the_lowest_scores(folder):
+    model = open_model(folder / "model")
+    data = DataConfig(source=str(folder / "text.txt"))
+    scores = window_scores(model, WindowConfig(**SMALL), data)
+    values = scores.scores["window"].view(4, 3)
+    for keep, full in ((0.0, 0), (0.01, 1), (5, 5), (0.25, 3), (1.0, 12)):
+        plan = plan_windows(model, scores, keep)
+        near = [part.window for part in plan.attentions.values()]
+        lowest = values.flatten().argsort()[: 12 - full].tolist()
+        assert [(layer, head) for layer, heads in enumerate(near) for head in heads] == sorted(
+            divmod(each, 3) for each in lowest
+        )
+    write_scores(folder / "scores", scores)
+    again = convert_swa(folder / "model", folder / "a", SwaConfig(), scores=folder / "scores")
+    assert again.plan.attentions == plan_windows(model, scores, 0.5).attentions
+    assert again.manifest.evidence.id == scores.id
+
+
+def test_layers(folder):
+    plan = converted(folder, unit=Unit.LAYER, keep_full=3).plan
+    assert sorted(len(part.window) for part in plan.attentions.values()) == [0, 0, 0, 3]
+
+
+@pytest.mark.parametrize("most", [12, 9, 4])
+def test_a_budget_in_bytes(folder, most):
+    """The most KV heads stay full that the bytes of a context allow."""
+    size, near, context = 2 * 10 * 4, 10, 100
+    bytes_of = {full: size * (full * context + (12 - full) * near) for full in range(13)}
+    budget = bytes_of[most] + size
+    result = converted(folder, max_kv_bytes=budget, context_tokens=context)
+    cost = model_cost(headprune.from_pretrained(folder / "out"), context)
+    assert cost.kv_cache_bytes == bytes_of[most] <= budget < bytes_of.get(most + 1, budget + 1)
+    assert result.manifest.done.heads == 12 - most
+
+
+def test_only_layers_with_a_whole_past(folder):
+    """A hybrid's own windows stay; its full layers get others."""
+    hybrid = tiny.model("gemma3_text", layer_types=["sliding_attention", "full_attention"] * 2)
+    tiny.save(hybrid, folder / "model")
+    plan = converted(folder, keep_full=0.5).plan
+    assert [len(part.window) for part in plan.attentions.values()][::2] == [0, 0]
+    assert sum(len(part.window) for part in plan.attentions.values()) == 3
+
+
+def test_an_uneven_model_gets_windows(folder):
+    """Heads are removed first, and windows come last."""
+    plan = {path: [0, 1] for path in read_plan_of(folder / "model")[:2]}
+    (folder / "cut.json").write_text(json.dumps(plan))
+    headprune.prune(folder / "model", folder / "less", plan=folder / "cut.json")
+    text = DataConfig(source=str(folder / "text.txt"))
+    result = convert_swa(folder / "less", folder / "out", SwaConfig(**SMALL, keep_full=4), text)
+    assert result.manifest.done.heads == 6
+    assert [done.done.kind for done in result.manifest.steps] == ["pruning", "windowing"]
+    with pytest.raises(PlanError, match="windows already"):
+        convert_swa(folder / "out", folder / "more", SwaConfig(**SMALL), text)
+
+
+def read_plan_of(folder):
+    return [attention.path for attention in attention_of(headprune.from_pretrained(folder))]
+
+
+def test_bfloat16(folder):
+    tiny.save(tiny.model("llama-gqa", torch.bfloat16), folder / "model")
+    assert converted(folder).manifest.dtype == "bfloat16"
+    assert verify(folder / "out", folder / "model").passed
+
+
+def test_healing(folder):
+    """A model with windows is trained on texts longer than they are, and keeps them."""
+    converted(folder, keep_full=0)
+    text = DataConfig(source=str(folder / "text.txt"))
+    config = HealConfig(steps=40, seq_len=32, optimizer="adamw", learning_rate=1e-4)
+    healed = heal(folder / "out", folder / "model", text, folder / "healed", config)
+    net = headprune.from_pretrained(folder / "healed")
+    assert [a.window_heads for a in attention_of(net)] == [3] * 4
+    assert attention_of(net)[0].window == (8, 2)
+    assert healed.after < healed.before
+    assert read_manifest(folder / "healed").proof.gated_vs_reloaded < 1e-4
+    short = HealConfig(steps=3, seq_len=10)
+    with pytest.raises(DataError, match="end before anything is lost to them: 10 tokens"):
+        heal(folder / "out", folder / "model", text, folder / "short", short)
+
+
+REFUSED = [
+    ({"window": 126}, PlanError, "leaves nothing out of a context of 128 tokens"),
+    ({"context_tokens": 10}, PlanError, "leaves nothing out of a context of 10 tokens"),
+    ({"context_tokens": 129}, PlanError, "take 128 at most"),
+    ({"keep_full": 13}, PlanError, "the model has 12 KV heads with a whole past"),
+    ({"keep_full": 5, "unit": "layer"}, PlanError, "the model has 4 layers"),
+    ({"max_kv_bytes": 10, "context_tokens": 100}, PlanError, "takes 9,600 bytes"),
+    ({"seq_len": 9}, PlanError, "show nothing beyond a window of 8"),
+]
+
+
+@pytest.mark.parametrize(("settings", "kind", "said"), REFUSED, ids=lambda value: str(value)[:40])
+def test_settings_that_do_not_fit(folder, settings, kind, said):
+    with pytest.raises(kind, match=said):
+        converted(folder, **settings)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("case", ["bert-mlm", "bloom", "gptj"])
+def test_models_without_a_place_for_windows(folder, case):
+    tiny.save(tiny.model(case), folder / "model")
+    with pytest.raises(PlanError):
+        converted(folder)
+    assert not (folder / "out").exists()
+
+
+def test_no_head_with_a_whole_past(folder):
+    """It is allowed, and warned of."""
+    warnings = converted(folder, keep_full=0).warnings
+    assert any("No KV head keeps the whole past" in said for said in warnings)
+
+
+def test_calls_that_do_not_fit(folder):
+    call = {"model": folder / "model", "output": folder / "out"}
+    for settings, said in (
+        ({"max_kv_bytes": 10}, "give --context"),
+        ({"max_kv_bytes": 10, "context_tokens": 50, "keep_full": 0.5}, "--keep-full or"),
+        ({"heal_steps": 5}, "no effect without --data"),
+        ({"scores": folder / "model"}, "no scores folder"),
+        ({"scores": folder / "model", "window": 8}, "--window has no effect beside --scores"),
+        ({"scores": folder / "model", "level": "layer"}, "--level has no effect beside --scores"),
+    ):
+        with pytest.raises(HeadpruneError, match=said):
+            headprune.convert_swa(**call, **settings)
+    assert not (folder / "out").exists()
+
+
+def test_exports_refuse_windows(folder):
+    converted(folder)
+    for target in ("gguf", "onnx", "vllm"):
+        with pytest.raises(HeadpruneError, match="KV heads with windows"):
+            headprune.export(folder / "out", folder / "exported", to=target)
+    assert read_manifest(folder / "out").engines == ()
+
+
+def test_a_plan_with_windows_is_cut(folder):
+    """The plan of a result can be given to prune, by hand."""
+    made = converted(folder)
+    headprune.prune(folder / "model", folder / "again", plan=folder / "out" / "plan.json")
+    one, two = (read_manifest(folder / name) for name in ("out", "again"))
+    assert one.layout == two.layout
+    assert read_plan(folder / "again" / "plan.json", {}).attentions == made.plan.attentions
