@@ -75,7 +75,7 @@ def run(name, monkeypatch):
             shrunk += ["--window", "8"]
         if "convert-swa" in shrunk and "--scores" not in shrunk:
             shrunk = [{"120000000": "100000", "8192": "128"}.get(word, word) for word in shrunk]
-            shrunk += ["--seq-len", "32", "--calibration-tokens", "512"]
+            shrunk += ["--config", "seq_len=32", "--config", "calibration_tokens=512"]
         shrunk = ["needle_lengths=64,100" if "needle_lengths" in w else w for w in shrunk]
         if "--keep-roles" in shrunk:  # which no head of a tiny model has
             at = shrunk.index("--keep-roles")

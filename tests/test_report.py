@@ -268,22 +268,21 @@ def test_every_form_has_its_mark(browser, windowed, place, page):
     assert states[:2] == [["removed"] * 2 + ["merged"] * 4, ["merged"] * 6]
     assert states[2:] == [["window"] * 6] * 2
     assert LOST in run.summary and run.head_map.counts == (22, 24)
-    browser.open(report([windowed / "healed", windowed / "cut"], windowed / "a.html").output)
+    browser.open(windowed / "page.html")
+    figure = f"#{browser.find('.map').get_attribute('id')}"
+    cells = browser.all(f"{figure} .heads rect")
     shapes = {
         cell.get_attribute("class"): browser.driver.execute_script(
             "const s = getComputedStyle(arguments[0]); return [s.width, s.rx, s.stroke]", cell
         )
-        for cell in browser.all(".heads rect")
+        for cell in cells
     }
     assert len({tuple(shape) for shape in shapes.values()}) == len(shapes) == 3
-    legend = [one.text.strip() for one in browser.all(".key span")]
-    assert legend == ["stays", "stays, sees a window", "removed"]
-    last = browser.all(".heads rect")[-1]
-    ActionChains(browser.driver).move_to_element(last).perform()
-    told = browser.find(".told").text
-    assert told.startswith(
-        "model.layers.3.self_attn, head 5: stays, sees a window; sees the latest"
-    )
+    legend = [one.text.strip() for one in browser.all(f"{figure} .key span")]
+    assert legend == ["stays, sees a window", "stays, shares merged keys and values", "removed"]
+    ActionChains(browser.driver).move_to_element(cells[-1]).perform()
+    told = browser.find(f"{figure} .told").text
+    assert "3.self_attn, head 5: stays, sees a window; sees the latest 8 tokens and" in told
     browser.open(page)  # nothing has a window there
     assert [one.text.strip() for one in browser.all(".key span")][:2] == ["stays", "removed"]
 
