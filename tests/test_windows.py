@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -153,7 +154,7 @@ def test_drafts(pair, texts):
             tensor.add_(0.01 * torch.randn_like(tensor))
     assert ours.generate(ids[:1], max_new_tokens=40, prompt_lookup_num_tokens=5).equal(wanted)
     assert ours.generate(ids[:1], max_new_tokens=40, assistant_model=near).equal(wanted)
-    with pytest.raises(ValueError, match="take one without windows"):
+    with pytest.raises(ValueError, match="by a model without windows"):
         stock.generate(ids[:1], max_new_tokens=40, assistant_model=ours)
 
 
@@ -167,6 +168,71 @@ def test_a_chat_goes_on(pair, texts):
             wanted = stock.generate(said, max_new_tokens=7, use_cache=False)
         said = ours.generate(said, max_new_tokens=7, past_key_values=cache)
         assert said.equal(wanted)
+
+
+@torch.no_grad()
+def test_padding_moves_the_sinks(pair, texts):
+    """A padded row is the row without padding: its sinks are its own first tokens."""
+    (stock, plan, ours), (ids, mask) = pair, texts
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    own = {"attention_mask": mask, "position_ids": places}
+    for model, context in ((ours, nullcontext()), (stock, trying(stock, Edit(plan)))):
+        with context:
+            padded = model(ids, use_cache=False, **own).logits[1, 9:]
+            assert apart(padded, model(ids[1:2, 9:], use_cache=False).logits[0]) < 1e-5
+    padded = fed(ours, ids, mask, [12] + [1] * 25)[0][1, 9:]
+    assert apart(padded, ours(ids[1:2, 9:], use_cache=False).logits[0]) < 1e-5
+    with trying(stock, Edit(plan_of(stock, sinks=0))):
+        other = stock(ids[1:2, 9:], use_cache=False).logits[0]
+    assert apart(padded, other) > 0.01
+
+
+@pytest.mark.parametrize("sinks", [0, SINKS])
+@torch.no_grad()
+def test_rows_of_a_cache(texts, sinks):
+    """A cache is repeated, reordered, narrowed to some rows and emptied, as one of full heads."""
+    stock, ids = tiny.model("llama-gqa"), texts[0]
+    plan, ours = plan_of(stock, sinks=sinks), copy.deepcopy(stock)
+    cut_heads(ours, resolve(plan, ours))
+    cache = DynamicCache(config=ours.config)
+    ours(ids[:1, :20], past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    text = torch.cat([ids[:1, :20].expand(3, -1), ids[:, 20:28]], 1)
+    ours(text[:, 20:28], past_key_values=cache)
+    order = torch.tensor([2, 0])
+    cache.batch_select_indices(order)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    text = torch.cat([text[[0, 2]], ids[:2, 28:]], 1)
+    got = ours(text[:, 28:], past_key_values=cache).logits
+    with trying(stock, Edit(plan)):
+        wanted = stock(text, use_cache=False).logits
+    assert apart(got, wanted[:, 28:]) < 1e-5 < apart(got, wanted.flip(0)[:, 28:])
+    with pytest.raises(ValueError, match="older keys are gone"):
+        cache.crop(-20)
+    cache.reset()
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert apart(ours(text, past_key_values=cache).logits, wanted) < 1e-5
+
+
+@torch.no_grad()
+def test_attention_weights(pair, texts):
+    """A window takes the weights of what it hides, and the others make up for them."""
+    (stock, _, ours), (ids, _) = pair, texts
+    for model in (stock, ours):
+        model.set_attn_implementation("eager")
+    whole = stock(ids, output_attentions=True, use_cache=False).attentions[0]
+    got = ours(ids, output_attentions=True, use_cache=False).attentions
+    cache = DynamicCache(config=ours.config)
+    ours(ids[:, :-1], past_key_values=cache)
+    last = ours(ids[:, -1:], past_key_values=cache, output_attentions=True).attentions
+    for model in (stock, ours):
+        model.set_attn_implementation("sdpa")
+    i, j = torch.arange(37)[:, None], torch.arange(37)
+    seen = whole * ((i - j < SIZE) | (j < SINKS))
+    assert (got[0] - seen / seen.sum(-1, keepdim=True)).abs().max() < 1e-5
+    assert (got[0] - whole).abs().max() > 0.01
+    for one, end in zip(got, last, strict=True):
+        assert (end - one[:, :, -1:]).abs().max() < 1e-5
 
 
 @torch.no_grad()
@@ -199,6 +265,10 @@ def test_the_cache_holds_what_the_formula_says(dtype):
     formula = 2 * 2 * 10 * dtype.itemsize * (heads * 4096 + near * (SIZE + SINKS))
     assert held == formula == 2 * model_cost(model, 4096).kv_cache_bytes
     assert KVCache.of(model).elements(4) == 2 * 10 * 12 * 4
+    few = DynamicCache(config=model.config)
+    for token in ids[:1, : SIZE + 1].split(1, 1):
+        model(token, past_key_values=few)
+    assert few.layers[0].keys.shape[2] == SIZE + 1
 
 
 def test_caches_that_do_not_fit(pair, texts):
@@ -347,11 +417,26 @@ def test_plans_that_do_not_fit(pair):
     content["attentions"][path]["window"] = [7]
     with pytest.raises(PlanError, match="names KV head 7"):
         resolve(Plan.model_validate(content), stock)
-    with pytest.raises(PlanError, match="has windows already"):
-        resolve(plan_of(ours, [(1,)] * 4).model_copy(update={"model": None}), ours)
+    for other in (plan_of(ours, [(1,)] * 4), plan_of(ours, size=SIZE + 1)):
+        with pytest.raises(PlanError, match="has windows already"):
+            resolve(other.model_copy(update={"model": None}), ours)
+    for case in ("bert-mlm", "mistral", "whisper"):
+        model = tiny.model(case)
+        with pytest.raises(PlanError, match="cannot have windows"):
+            resolve(_forced(model), model)
     ragged = {a.path: tuple(range(1, 6)) for a in attention_of(stock)}
     with pytest.raises(PlanError, match="Windows need equal groups"):
         resolve(plan_of(stock, keep=ragged), stock, ragged=True)
+
+
+def _forced(model):
+    parts = {
+        a.path: AttentionPlan(
+            query_heads=a.query_heads, kv_heads=a.kv_heads, keep=a.query_ids, window=(0,)
+        )
+        for a in attention_of(model)
+    }
+    return Plan(unit=Unit.KV_GROUP, window=Window(size=4), attentions=parts)
 
 
 def test_a_windowed_model_has_no_other_mask(pair):

@@ -132,9 +132,11 @@ def refuse_beside_scores(values: Mapping[str, Any]) -> None:
     """
     usual = COMMANDS["convert-swa"].parameters()
     spelt = COMMANDS["convert-swa"].spell
-    names = ("data", "window", "sinks", "level", "seq_len", "calibration_tokens", "batch_size")
+    names = ("window", "sinks", "level", "seq_len", "calibration_tokens", "batch_size", "seed")
+    names += ("data",) if values["heal_steps"] is None else ()
+    names += ("context_tokens",) if values["max_kv_bytes"] is None else ()
     for name in names:
-        if values[name] != usual[name].default and not (name == "data" and values["heal_steps"]):
+        if values[name] != usual[name].default:
             raise HeadpruneError(
                 f"{spelt(name)} has no effect beside --scores, which have their own: leave it out."
             )

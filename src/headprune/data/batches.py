@@ -135,7 +135,7 @@ def batches(
         if config.seq_len is None and len(rows) < _MIN_SEQUENCES:
             seq_len = max(8, seq_len * len(rows) // _MIN_SEQUENCES)
             rows, documents = windows_of(seq_len)
-        if edge >= seq_len:
+        if edge >= seq_len and isinstance(config, HealConfig):
             raise DataError(
                 f"Heads of the model see a window, and sequences of {seq_len:,} tokens end before "
                 f"anything is lost to them: {edge:,} tokens. Give more text, or a larger --seq-len."

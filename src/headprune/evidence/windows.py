@@ -35,14 +35,13 @@ from headprune.data.tokens import around
 from headprune.errors import DataError, PlanError
 from headprune.evidence.losses import example_losses
 from headprune.evidence.statistics import Units, first_not_finite
-from headprune.model.attention import attention_of, family_of
-from headprune.model.batch import Batch, most_tokens, padded, task_of
-from headprune.model.cost import KVCache
+from headprune.model.attention import attention_of
+from headprune.model.batch import Batch, most_tokens, padded
 from headprune.model.gating import frozen
 from headprune.model.open import Model
 from headprune.model.residency import recomputing
-from headprune.model.windows import AttentionCall, attending
-from headprune.runtime.modeling_headprune import Attention, no_windows
+from headprune.model.windows import AttentionCall, attending, no_windows
+from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.manifest import utc_now, versions
 from headprune.schemas.records import Window
 from headprune.schemas.scores import Scores, ScoresMetadata
@@ -110,27 +109,16 @@ def window_scores(
 
 
 def candidates(net: PreTrainedModel) -> list[Attention]:
-    """Return the modules whose KV heads may get a window, as they cache the whole past.
+    """Return the modules whose KV heads may get a window: those that cache the whole past.
 
     Raises:
         PlanError: If there is none.
     """
-    kind, reason, result = type(net).__name__, "nothing of it caches tokens", list[Attention]()
-    if (task := task_of(net)) != "causal-lm":
-        raise PlanError(f"Windows are of causal language models; {kind} is one of {task}.")
-    cache, row = KVCache.of(net), family_of(net.config).for_runtime()
-    for attention in attention_of(net):
-        if attention.path not in cache.per_token or not attention.kv_heads:
-            continue
-        if attention.path in cache.windows or attention.window_heads:
-            why: str | None = "it has windows already"
-        else:
-            why = no_windows(attention, row)
-        if why is None:
-            result.append(attention)
-        reason = why or reason
+    reasons = no_windows(net)
+    result = [a for a in attention_of(net) if a.kv_heads and reasons[a.path] is None]
     if not result:
-        raise PlanError(f"No attention of this {kind} can get a window: {reason}.")
+        why = next(filter(None, reasons.values()), "it has no heads")
+        raise PlanError(f"No attention of this {type(net).__name__} can have a window: {why}.")
     return result
 
 

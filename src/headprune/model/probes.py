@@ -116,7 +116,8 @@ def proof_inputs(
         return inputs
     length = _reached(model) if positions is None else positions
     if window is not None:
-        length = max(length, sum(window) + 2 * _BEYOND)
+        most = most_tokens(model) or sys.maxsize
+        length = min(max(length, sum(window) + 2 * _BEYOND), most)
     if length:
         rows = 1 if window is None else 2
         first = inputs["input_ids"][:1].expand(rows, -1)

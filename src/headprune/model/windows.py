@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from jaxtyping import Bool
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from headprune.errors import PlanError
+from headprune.model.attention import attention_of, family_of
+from headprune.model.batch import task_of
+from headprune.model.cost import KVCache
+from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import (
     Attention,
     LayerConfig,
@@ -143,6 +147,20 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
         for module, config, handle in zip(modules, before, handles, strict=False):
             module.config = config
             handle.remove()
+
+
+def no_windows(model: PreTrainedModel) -> dict[str, str | None]:
+    """Return why the KV heads of a module cannot have windows, by its path; None if they can."""
+    cache, row = KVCache.of(model), family_of(model.config).for_runtime()
+    reasons = dict[str, str | None]()
+    for attention in attention_of(model):
+        why = modeling_headprune.no_windows(attention, row)
+        if attention.path not in cache.per_token or task_of(model) != "causal-lm":
+            why = "windows shorten the cache of causal language models, and it has none"
+        elif attention.path in cache.windows or attention.window_heads:
+            why = "it has a window already"
+        reasons[attention.path] = why
+    return reasons
 
 
 def refuse_windows(attentions: Sequence[Attention]) -> None:

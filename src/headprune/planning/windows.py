@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import torch
 
 from headprune.errors import PlanError
 from headprune.model.cost import KVCache, kv_width
 from headprune.model.open import Model
 from headprune.model.units import fitted_scores
-from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import AttentionPlan, Plan
-from headprune.schemas.records import Window
 from headprune.schemas.scores import Scores
-from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit
-
-Narrow = dict[str, tuple[int, ...]]  # ids of the KV heads with a window, by module
 
 
 def plan_windows(
@@ -24,6 +19,7 @@ def plan_windows(
     keep_full: float | int | None,
     max_kv_bytes: int | None = None,
     context: int | None = None,
+    element: torch.dtype = torch.bfloat16,
 ) -> Plan:
     """Return the plan that gives the KV heads, or layers, with the lowest scores a window.
 
@@ -31,82 +27,63 @@ def plan_windows(
         model: The model.
         scores: Scores of windows; see ``evidence.windows``.
         keep_full: Share or number of the scored units that keep the whole past.
-        max_kv_bytes: Instead, bytes of the cache of one sequence, in the model's element type.
+        max_kv_bytes: Instead, bytes of the cache of one sequence.
         context: Its tokens.
+        element: Its element type.
 
     Raises:
-        PlanError: If the scores are not of windows, or no plan keeps to the budget.
+        PlanError: If the scores are not of windows, no plan keeps to the budget, or nothing would
+            get a window.
     """
-    window = scores.metadata.window
+    window, layers = scores.metadata.window, scores.metadata.unit is Unit.LAYER
     if window is None:
         raise PlanError(
             "The scores are of heads to remove, not of windows: score again with --form window."
         )
-    attentions, values = fitted_scores(model.net, scores), scores.of(None)[1].tolist()
+    units = [
+        (attention, heads)
+        for attention in fitted_scores(model.net, scores)
+        for heads in ([attention.kv_ids] if layers else [(head,) for head in attention.kv_ids])
+        if heads
+    ]
+    values = scores.of(None)[1].tolist()
+    order = sorted(range(len(units)), key=lambda number: (-values[number], number))
     if max_kv_bytes is not None and context is not None:
-        count = _within(model, attentions, scores, window, max_kv_bytes, context)
+        beyond = max(0, context - window.size - window.sinks) * element.itemsize
+        saved = [len(heads) * kv_width(attention) * beyond for attention, heads in units]
+        total = KVCache.of(model.net).elements(context) * element.itemsize - sum(saved)
+        if total > max_kv_bytes:
+            raise PlanError(
+                f"--max-kv-bytes {max_kv_bytes:,}: with a window for every KV head the cache of "
+                f"{context:,} tokens takes {total:,} bytes. Give more, or a smaller --window."
+            )
+        count = 0
+        while count < len(units) and total + saved[order[count]] <= max_kv_bytes:
+            total, count = total + saved[order[count]], count + 1
     else:
         assert keep_full is not None
-        count = _count(keep_full, len(values), scores.metadata.unit)
-    return _plan(model, attentions, scores, window, count)
-
-
-def _count(keep_full: float | int, total: int, unit: Unit) -> int:
-    """Return how many units keep the whole past; of a share above 0 at least one."""
-    if isinstance(keep_full, int) and keep_full > total:
-        said = "layers" if unit is Unit.LAYER else "KV heads"
-        raise PlanError(f"--keep-full {keep_full}: the model has {total} {said} with a whole past.")
-    share = keep_full if isinstance(keep_full, float) else keep_full / total
-    return max(round(share * total), int(share > 0))
-
-
-def _narrow(attentions: Sequence[Attention], scores: Scores, count: int) -> Narrow:
-    values = scores.of(None)[1].tolist()
-    kept, index, narrow = set(keep_best(values, [1] * len(values), count)), 0, Narrow()
-    for attention in attentions:
-        ids = attention.kv_ids
-        groups = [ids] if scores.metadata.unit is Unit.LAYER and ids else [(head,) for head in ids]
-        numbered = enumerate(groups, index)
-        narrow[attention.path] = tuple(
-            head for number, group in numbered if number not in kept for head in group
-        )
-        index += len(groups)
-    return narrow
-
-
-def _plan(
-    model: Model, attentions: Sequence[Attention], scores: Scores, window: Window, count: int
-) -> Plan:
-    narrow = _narrow(attentions, scores, count)
+        count = _count(keep_full, len(units), layers)
+    if count == len(units):
+        raise PlanError("Nothing would get a window: keep less of the past full.")
+    near: dict[str, tuple[int, ...]] = {}
+    for attention, heads in (units[number] for number in order[count:]):
+        near[attention.path] = (*near.get(attention.path, ()), *heads)
     parts = {
         a.path: AttentionPlan(
             query_heads=a.query_heads,
             kv_heads=a.kv_heads,
             keep=tuple(sorted(a.query_ids)),
-            window=tuple(sorted(narrow.get(a.path, ()))),
+            window=tuple(sorted(near.get(a.path, ()))),
         )
         for a in model.attentions
     }
     return Plan(unit=scores.metadata.unit, model=model.identity, window=window, attentions=parts)
 
 
-def _within(
-    model: Model,
-    attentions: Sequence[Attention],
-    scores: Scores,
-    window: Window,
-    most: int,
-    context: int,
-) -> int:
-    """Return the largest number of units with a whole past that a cache of ``most`` bytes holds."""
-    size, beyond = model.net.dtype.itemsize, max(0, context - window.size - window.sinks)
-    whole = KVCache.of(model.net).elements(context) * size
-    for count in range(len(scores.of(None)[1]), -1, -1):
-        narrow = _narrow(attentions, scores, count)
-        saved = sum(len(narrow[a.path]) * kv_width(a) for a in attentions) * beyond * size
-        if whole - saved <= most:
-            return count
-    raise PlanError(
-        f"--max-kv-bytes {most:,}: with a window for every KV head the cache of {context:,} tokens "
-        f"takes {whole - saved:,} bytes. Give more, or a smaller --window."
-    )
+def _count(keep_full: float | int, total: int, layers: bool) -> int:
+    """Return how many units keep the whole past; of a share above 0 at least one."""
+    if isinstance(keep_full, int) and keep_full > total:
+        said = "layers" if layers else "KV heads"
+        raise PlanError(f"--keep-full {keep_full}: the model has {total} {said} with a whole past.")
+    share = keep_full if isinstance(keep_full, float) else keep_full / total
+    return max(round(share * total), int(share > 0))

@@ -40,7 +40,7 @@ from headprune.model.stored import StoredDtypes
 from headprune.model.windows import Narrowed, windowed
 from headprune.runtime.modeling_headprune import input_dim
 from headprune.schemas.proofs import PROBE_SEED, Proof, Sample, StoredOutput
-from headprune.surgery.cut import Cut, fold_gates, narrowed, uncut, window_of
+from headprune.surgery.cut import Cut, computing_as, fold_gates, narrowed, uncut, window_of
 from headprune.tensors.dtypes import dtype_name
 
 Named = Mapping[str, Tensor]
@@ -66,8 +66,7 @@ def probe_gated(
     model: PreTrainedModel, cuts: Sequence[Cut], inputs: dict[str, Tensor], decoded: bool = True
 ) -> Outputs:
     """Probes a model with the gates that a cut will make permanent; with controls of modules."""
-    attentions, gates = [cut.attention for cut in cuts], fixed([cut.gate() for cut in cuts])
-    with _controlled(cuts) as controls, windowed(narrowed(cuts)), gated(attentions, gates):
+    with _controlled(cuts) as controls, computing_as(cuts, [cut.gate() for cut in cuts]):
         outputs = probe(model, inputs, decoded)
     # zero outputs with right and wrong gates hide nothing: anything else is a difference
     outputs.controls = {c.path: c.share for c in controls if c.largest or not c.calls}
@@ -155,8 +154,7 @@ def probe_control(
         wrong = [gate * (torch.arange(len(gate)) > 0) for gate in gates]
     if _same(gates, wrong):
         return None
-    attentions = [cut.attention for cut in cuts]
-    with windowed(narrowed(cuts)), gated(attentions, fixed(wrong)):
+    with computing_as(cuts, wrong):
         return probe(model, inputs, decoded=False)
 
 
@@ -225,8 +223,7 @@ def probe_rounding(
             gate = cut.gate().to(model.dtype)
             bits = torch.randint(-1, 2, gate.shape, generator=generator)
             gates.append(gate * (1 + eps * bits))
-        attentions = [cut.attention for cut in cuts]
-        with windowed(narrowed(cuts)), gated(attentions, fixed(gates)):
+        with computing_as(cuts, gates):
             draws.append(probe(model, inputs, decoded))
     modules = [difference_by_module(wanted, draw) for draw in draws]
     return Rounding(

@@ -17,6 +17,11 @@ from headprune.schemas.records import Evidence, Windowing
 from headprune.schemas.scores import Scores, read_scores
 from headprune.surgery.edit import Edit
 
+_NONE_FULL = (
+    "No KV head keeps the whole past: what lies further back than the window is lost to all of "
+    "them."
+)
+
 
 @claims_output("model", "data", "scores")
 def convert_swa(
@@ -70,7 +75,9 @@ def propose_windows(
     """
     if scores is None:
         scores = window_scores(model, config, data, context)
-    plan = plan_windows(model, scores, config.kept, config.max_kv_bytes, config.context_tokens)
+    element = model.result_dtypes(config.out_dtype).default
+    budget = config.kept, config.max_kv_bytes, config.context_tokens
+    plan = plan_windows(model, scores, *budget, element)
     assert plan.window is not None
     criterion, _ = scores.of(None)
     done = Windowing(
@@ -84,13 +91,6 @@ def propose_windows(
         window=plan.window,
         heads=sum(len(part.window or ()) for part in plan.attentions.values()),
     )
-    warnings = []
-    full = (
-        set(part.window or ()) >= set(range(part.kv_heads)) for part in plan.attentions.values()
-    )
-    if all(full):
-        warnings.append(
-            "No KV head keeps the whole past: what lies further back than the window is lost to "
-            "all of them."
-        )
-    return Proposal(Edit(plan), Changes(done), tuple(warnings))
+    scored = set(scores.metadata.modules)
+    every = sum(a.kv_heads for a in model.attentions if a.path in scored)
+    return Proposal(Edit(plan), Changes(done), (_NONE_FULL,) if done.heads == every else ())

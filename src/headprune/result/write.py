@@ -464,11 +464,13 @@ def _adapt_generation(file: Path, net: PreTrainedModel) -> None:
     }
     if any(attention.window_heads for attention in attention_of(net)):
         wanted["prefill_chunk_size"] = settings.get("prefill_chunk_size") or PREFILL_CHUNK
-        if not settings:  # transformers reads it in place of the config's own tokens
+        if not file.is_file():  # transformers reads it in place of the config's own tokens
             settings = GenerationConfig.from_model_config(net.config).to_diff_dict()
     if all(settings.get(name) == value for name, value in wanted.items()):
         return
-    settings = {n: value for n, value in {**settings, **wanted}.items() if value is not None}
+    settings |= wanted
+    if settings["alignment_heads"] is None:
+        del settings["alignment_heads"]
     file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 

@@ -800,26 +800,32 @@ class PartOfSharedBias(PartOfHeads):
         return output, bias, *rest
 
 
-_UNDO = 64  # tokens of the last forward that crop() can take back: a checked draft, not a prefill
+_CROPPABLE = 64  # tokens of the last forward that crop() can take back: a checked draft
 
 
 class SplitLayer(DynamicLayer):  # type: ignore[misc]  # transformers does not type it
     """A layer of a cache whose window heads keep their sinks and their latest keys.
 
-    ``full`` holds all keys of the full heads. ``keys`` and ``values`` (batch, window heads, held,
-    head_dim) are those of window heads: the latest, and, once tokens were forgotten, the sinks
-    before them. They were rotated at their own positions and are not rotated again.
+    ``full`` holds all keys of the full heads, if there are any. ``keys`` and ``values`` (batch,
+    window heads, held, head_dim) are those of window heads: the latest, and, once tokens were
+    forgotten, the sinks before them. They were rotated at their own positions and are not rotated
+    again.
     """
 
     def __init__(self, full_heads: int, size: int, sinks: int) -> None:
         super().__init__()
         self.form = self.full_heads, self.size, self.sinks = full_heads, size, sinks
-        self.full = DynamicLayer()
+        self.full = DynamicLayer() if full_heads else None
         self.keys: Any = None
         self.values: Any = None
-        self.length = self.undo = 0  # tokens in all; tokens that crop() can take back
+        self.length = 0  # tokens in all
+        self.croppable = 0  # of them, tokens that crop() can take back
         self.held_sinks = 0  # 0 until tokens were forgotten
-        self.first: Any = None  # of each row, the position of its first real token
+
+    @property
+    def latest(self) -> int:
+        """Held keys that are not sinks apart."""
+        return int(self.keys.shape[2]) - self.held_sinks
 
     def get_seq_length(self) -> int:
         """All tokens, not the held ones: masks and positions are computed from it."""
@@ -836,38 +842,35 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]  # transformers does not t
             kwargs: None.
 
         Returns:
-            K and V of the full heads, K and V of the window heads, and the positions of the
-            latter's keys, shape (batch, held).
+            K and V of the full heads, if there are any, K and V of the window heads, and the
+            positions of the latter's keys, shape (batch, held).
         """
         split, new = self.full_heads, keys.shape[2]
-        full = self.full.update(keys[:, :split], values[:, :split])
+        full = None if self.full is None else self.full.update(keys[:, :split], values[:, :split])
         near = super().update(keys[:, split:], values[:, split:])
-        self.length, self.first = self.length + new, first
-        positions = self._positions()
-        self.undo = min(new, _UNDO)
-        self._forget()
+        self.length, self.croppable = self.length + new, min(new, _CROPPABLE)
+        positions = self._positions(first)
+        self._forget(first)
         return full, near, positions
 
-    def _positions(self) -> Any:
+    def _positions(self, first: Any) -> Any:
         """Return the position of each held key; ``length`` for a sink among the latest."""
-        device, latest = self.keys.device, self.keys.shape[2] - self.held_sinks
-        at = torch.arange(self.length - latest, self.length, device=device).expand(
-            len(self.keys), -1
-        )
+        device, start = self.keys.device, self.length - self.latest
+        at = torch.arange(start, self.length, device=device).expand(len(self.keys), -1)
         if not self.held_sinks:
             return at
-        sinks = self.first[:, None] + torch.arange(self.sinks, device=device)
-        return torch.cat([sinks.masked_fill(sinks >= self.length - latest, self.length), at], 1)
+        sinks = first[:, None] + torch.arange(self.sinks, device=device)
+        return torch.cat([sinks.masked_fill(sinks >= start, self.length), at], 1)
 
-    def _forget(self) -> None:
+    def _forget(self, first: Any) -> None:
         """Keep the sinks and the latest keys that coming queries see."""
-        latest = self.keys.shape[2] - self.held_sinks
-        keep = min(latest, self.size - 1 + self.undo)
-        if keep == latest:
+        latest = self.latest
+        keep = min(latest, self.size - 1 + self.croppable)
+        if keep == latest or self.length <= self.size + self.sinks:
             return
         # a sink among the latest is copied before it is forgotten
-        start = self.length - latest
-        places = self.first[:, None] - start + torch.arange(self.sinks, device=self.keys.device)
+        places = torch.arange(self.sinks, device=self.keys.device)
+        places = first[:, None] + places - (self.length - latest)
         here = ((places >= 0) & (places < latest))[:, None, :, None]
         places = places.clamp(0, latest - 1)[:, None, :, None]
 
@@ -887,33 +890,33 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]  # transformers does not t
             ValueError: If older keys would be needed.
         """
         count = abs(tokens_to_remove)
-        if count > self.undo and (self.held_sinks or count > self.length):
+        if count > self.croppable and (self.length > self.latest or count > self.length):
             raise ValueError(
-                f"Window heads can take back {self.undo} tokens, not {count}: older keys are gone. "
-                "To draft for another model, take one without windows."
+                f"Window heads can take back {self.croppable} tokens, not {count}: older keys are "
+                f"gone. Draft at most {_CROPPABLE} tokens at a time, by a model without windows."
             )
         super().crop(-count)
-        self.full.crop(-count)
-        self.length, self.undo = self.length - count, max(self.undo - count, 0)
-
-    def _rows(self, change: str, *arguments: Any) -> None:
-        for layer in (super(), self.full):
-            getattr(layer, change)(*arguments)
+        if self.full is not None:
+            self.full.crop(-count)
+        self.length, self.croppable = self.length - count, max(self.croppable - count, 0)
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Reorder rows, as a beam search does."""
-        self._rows("reorder_cache", beam_idx)
-        self.first = self.first[beam_idx]
+        super().reorder_cache(beam_idx)
+        if self.full is not None:
+            self.full.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat rows."""
-        self._rows("batch_repeat_interleave", repeats)
-        self.first = self.first.repeat_interleave(repeats)
+        super().batch_repeat_interleave(repeats)
+        if self.full is not None:
+            self.full.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep some rows."""
-        self._rows("batch_select_indices", indices)
-        self.first = self.first[indices]
+        super().batch_select_indices(indices)
+        if self.full is not None:
+            self.full.batch_select_indices(indices)
 
     def reset(self) -> None:
         """Forget everything."""
@@ -980,7 +983,7 @@ def windows_attention(
     first = first_seen(attention_mask, query)
     if headprune_layer is None:
         near, length = (key[:, split:], value[:, split:]), new
-        full = key[:, :split], value[:, :split]
+        full = (key[:, :split], value[:, :split]) if split else None
         at = torch.arange(new, device=key.device).expand(rows, -1)
     else:
         full, near, at = headprune_layer.update(key, value, first[:, 0, -1, 0])
@@ -991,16 +994,23 @@ def windows_attention(
     else:
         seen = seen_by(attention_mask).take_along_dim(j.clamp(max=length - 1), -1) & (j < length)
     seen = seen & ((i - j < size) | (j < first + sinks))
-    parts, shared = [], kwargs.pop("s_aux", None)
-    for some, (k, v), mask in (
-        (slice(0, queries), full, attention_mask),
-        (slice(queries, None), near, mask_of(seen, is_eager, query.dtype)),
-    ):
-        if k is not None and k.shape[1]:
-            own = {} if shared is None else {"s_aux": shared[some]}
-            with_heads = _SomeHeads(module, some) if module.headprune_per_query else module
-            parts.append(attention(with_heads, query[:, some], k, v, mask, **kwargs, **own)[0])
-    return torch.cat(parts, 2), None
+    sink_logits = kwargs.pop("s_aux", None)
+
+    def attend(heads: slice, keys_and_values: Any, mask: Any) -> Any:
+        own = {} if sink_logits is None else {"s_aux": sink_logits[heads]}
+        part = _SomeHeads(module, heads) if module.headprune_per_query else module
+        return attention(part, query[:, heads], *keys_and_values, mask, **kwargs, **own)
+
+    near_mask = mask_of(seen, is_eager, query.dtype)
+    output, weights = attend(slice(queries, None), near, near_mask)
+    if weights is not None:  # one for each token, also of forgotten ones
+        places = at.clamp(max=length - 1)[:, None, None].expand_as(weights)
+        weights = weights.new_zeros(*weights.shape[:3], length).scatter_add(-1, places, weights)
+    if full is not None:
+        whole, of_whole = attend(slice(0, queries), full, attention_mask)
+        output = torch.cat([whole, output], 2)
+        weights = None if weights is None else torch.cat([of_whole, weights], 1)
+    return output, weights
 
 
 AttentionInterface.register(WINDOWS, windows_attention)
@@ -1045,11 +1055,8 @@ def first_seen(mask: Any, query: Any) -> Any:
     """The position of the first token that each query sees, shape (batch, 1, 1 or length, 1)."""
     if mask is None:
         return torch.zeros(len(query), 1, 1, 1, dtype=torch.long, device=query.device)
-    first = getattr(mask, "headprune_first", None)
-    if first is None:  # all layers have the same mask
-        first = seen_by(mask).int().argmax(-1, keepdim=True).expand(len(query), -1, -1, -1)
-        mask.headprune_first = first
-    return first
+    seen = seen_by(mask).view(torch.uint8)
+    return seen.argmax(-1, keepdim=True).expand(len(query), -1, -1, -1)
 
 
 def mask_of(seen: Any, is_eager: bool, dtype: Any) -> Any:

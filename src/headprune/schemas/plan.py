@@ -219,7 +219,7 @@ def _from_removed(
             name: AttentionPlan(
                 query_heads=len(ids),
                 kv_heads=kv_heads,
-                keep=tuple(h for h in ids if h not in removed.get(name, set())),
+                keep=tuple(h for h in sorted(ids) if h not in removed.get(name, set())),
             )
             for name, (ids, kv_heads) in present.items()
         },

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +18,10 @@ from headprune.errors import HeadpruneWarning, PlanError
 from headprune.family import Family
 from headprune.model.attention import attention_of, family_of, fingerprint
 from headprune.model.batch import is_remote
+from headprune.model.gating import fixed, gated
 from headprune.model.loading import native_class
 from headprune.model.residency import present
-from headprune.model.windows import Narrowed
+from headprune.model.windows import Narrowed, no_windows, windowed
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, check_heads, check_module
@@ -92,6 +94,13 @@ def narrowed(cuts: Sequence[Cut]) -> list[Narrowed]:
     return [Narrowed(c.attention, c.narrowed, c.window) for c in cuts if c.narrowed and c.window]
 
 
+@contextmanager
+def computing_as(cuts: Sequence[Cut], gates: Sequence[Tensor]) -> Iterator[None]:
+    """Have a model compute with gates, and the windows of cuts, in a ``with`` block."""
+    with windowed(narrowed(cuts)), gated([cut.attention for cut in cuts], fixed(gates)):
+        yield
+
+
 def window_of(cuts: Sequence[Cut]) -> tuple[int, int] | None:
     """Return size and sinks of the window of some heads, if a result has any."""
     return next((cut.window for cut in cuts if cut.window_heads), None)
@@ -112,7 +121,11 @@ def resolve(plan: Plan, model: PreTrainedModel, ragged: bool = False) -> list[Cu
     refuse_foreign(plan, model)
     family = family_of(model.config)
     window = None if plan.window is None else (plan.window.size, plan.window.sinks)
-    return [_cut(a, plan.attentions[a.path], family, ragged, window) for a in attention_of(model)]
+    why_not = {} if window is None else no_windows(model)
+    return [
+        _cut(a, plan.attentions[a.path], family, ragged, window, why_not.get(a.path))
+        for a in attention_of(model)
+    ]
 
 
 def refuse_foreign(plan: Plan, model: PreTrainedModel) -> None:
@@ -157,6 +170,7 @@ def _cut(
     family: Family,
     ragged: bool,
     window: tuple[int, int] | None,
+    why_not: str | None,
 ) -> Cut:
     kept = {attention.query_ids.index(head) for head in part.keep}
     if family.keeps_a_head and not kept:
@@ -168,7 +182,7 @@ def _cut(
     queries_of = members(Unit.KV_GROUP, attention.group_sizes)
     groups = part.groups or [(head,) for head in attention.kv_ids]
     used: dict[int, list[int]] = {}
-    narrowed, near = _narrowed(attention, part, family, window)
+    narrowed, near = _narrowed(attention, part, window, why_not)
     for group in sorted(groups, key=lambda group: group[0] in near):  # full heads come first
         _check_kv_heads(attention, group)
         positions = [attention.kv_ids.index(head) for head in group]
@@ -197,35 +211,34 @@ def _cut(
             f"The plan gives KV heads of '{attention.path}' windows and leaves them with "
             f"{', '.join(map(str, sizes))} query heads each. Windows need equal groups."
         )
-    own = window or attention.window
+    own = attention.window or window
     return Cut(attention, order, tuple(used), factors, sizes, sum(forms), narrowed, own)
 
 
 def _narrowed(
-    attention: Attention, part: AttentionPlan, family: Family, window: tuple[int, int] | None
+    attention: Attention, part: AttentionPlan, window: tuple[int, int] | None, why_not: str | None
 ) -> tuple[tuple[int, ...], set[int]]:
     """Return the positions of KV heads that get a window, and the ids of all that have one."""
     ids = attention.kv_ids
-    present = ids[len(ids) - attention.window_heads :]
-    if part.window is None or set(part.window) == set(present):
-        return (), set(present)
-    _check_kv_heads(attention, part.window)
-    if present:
-        raise PlanError(
-            f"'{attention.path}' has windows already: KV heads {', '.join(map(str, present))}. "
-            "Give the model without them."
-        )
-    why = modeling_headprune.no_windows(attention, family.for_runtime())
-    if why is not None:
-        raise PlanError(f"KV heads of '{attention.path}' cannot have windows: {why}.")
-    near, joint = set(part.window), part.groups or ()
-    for group in joint:
+    present = set(ids[len(ids) - attention.window_heads :])
+    near = present if part.window is None else set(part.window)
+    _check_kv_heads(attention, sorted(near))
+    for group in part.groups or ():
         if 0 < len(near & set(group)) < len(group):
             raise PlanError(
-                f"The plan merges KV heads {', '.join(map(str, group))} of '{attention.path}', and "
-                "gives some of them a window. Give it all of them or none."
+                f"KV heads {', '.join(map(str, group))} of '{attention.path}' would be merged, and "
+                "some of them have a window. Merge first, and give windows last."
             )
-    return tuple(ids.index(head) for head in sorted(near)), near
+    changes = near != present or (near and window not in (None, attention.window))
+    if present and changes:
+        heads = ", ".join(map(str, sorted(present)))
+        raise PlanError(
+            f"'{attention.path}' has windows already: KV heads {heads}. Give the model without "
+            "them."
+        )
+    if changes and why_not is not None:
+        raise PlanError(f"KV heads of '{attention.path}' cannot have windows: {why_not}.")
+    return tuple(ids.index(head) for head in sorted(near)) if changes else (), near
 
 
 def _check_kv_heads(attention: Attention, group: Sequence[int]) -> None:

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.io.shards import StoredTensor, rows_of
-from headprune.model.gating import fixed, gated
 from headprune.model.open import Model
 from headprune.model.residency import residency_of
-from headprune.model.windows import windowed
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import Plan
-from headprune.surgery.cut import Cut, cut_heads, narrowed, resolve
+from headprune.surgery.cut import Cut, computing_as, cut_heads, resolve
 
 Tensors = Mapping[str, Tensor | StoredTensor]
 
@@ -52,8 +50,7 @@ def trying(net: PreTrainedModel, edit: Edit) -> Iterator[list[Cut]]:
     """
     with replaced(net, edit.tensors):
         cuts = edit.cuts(net)
-        gates = fixed([cut.gate() for cut in cuts])
-        with windowed(narrowed(cuts)), gated([cut.attention for cut in cuts], gates):
+        with computing_as(cuts, [cut.gate() for cut in cuts]):
             yield cuts
 
 
