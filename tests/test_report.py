@@ -282,7 +282,8 @@ def test_every_form_has_its_mark(browser, windowed, place, page):
     assert legend == ["stays, sees a window", "stays, shares merged keys and values", "removed"]
     ActionChains(browser.driver).move_to_element(cells[-1]).perform()
     told = browser.find(f"{figure} .told").text
-    assert "3.self_attn, head 5: stays, sees a window; sees the latest 8 tokens and" in told
+    assert "3.self_attn, head 5: stays, sees a window; KV head 2, merged with 0, 1" in told
+    assert "; sees the latest 8 tokens and the first 2" in told
     browser.open(page)  # nothing has a window there
     assert [one.text.strip() for one in browser.all(".key span")][:2] == ["stays", "removed"]
 

@@ -116,7 +116,7 @@ def stated_context(*models: PreTrainedModel) -> int:
 
 
 def usual_context(*models: PreTrainedModel) -> int:
-    """Return ``CONTEXT``, or as many tokens as all models have positions."""
+    """Return ``CONTEXT``, or the number of positions of all models, if that is less."""
     return min([CONTEXT, *filter(None, map(most_tokens, models))])
 
 

@@ -117,7 +117,7 @@ class HeadMap:
 
     @property
     def states(self) -> dict[State, str]:
-        """The states of heads that occur, and what they mean."""
+        """The states of heads that occur, and their meaning."""
         present = {cell.state for cell in self.cells}
         return {state: words for state, words in STATES.items() if state in present}
 

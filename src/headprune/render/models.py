@@ -35,11 +35,11 @@ def inspection(console: Console, report: Inspection) -> None:
     windowed = report.window is not None
     rows = {}
     for a in report.attentions:
-        near = [a.window_heads] * windowed
-        numbers = (a.query_heads, a.kv_heads, *near, a.head_dim, f"{a.parameters:,}")
+        heads = (a.query_heads, a.kv_heads, *[a.window_heads] * windowed)
+        numbers = (*heads, a.head_dim, f"{a.parameters:,}")
         rows[a.path] = (*[a.kind] * several, *map(str, numbers))
-    heads = ("query heads", "KV heads", *["with a window"] * windowed)
-    columns = (*["kind"] * several, *heads, "head_dim", "parameters")
+    kinds = ("query heads", "KV heads", *["with a window"] * windowed)
+    columns = (*["kind"] * several, *kinds, "head_dim", "parameters")
     page: list[Block] = [
         Paragraph(
             f"{report.architecture} (family {report.family}"
@@ -51,8 +51,9 @@ def inspection(console: Console, report: Inspection) -> None:
         Table(("attention module", *columns), folded(rows), names=1 + several, modules=True),
     ]
     if report.window is not None:
-        counts = zip(*((a.window_heads, a.kv_heads) for a in report.attentions), strict=True)
-        page.append(records.window_words(*map(sum, counts), report.window))
+        total = sum(a.kv_heads for a in report.attentions)
+        near = sum(a.window_heads for a in report.attentions)
+        page.append(records.window_words(near, total, report.window))
     page += _caches(report)
     savings = (
         f"{percent(one.parameters, report.parameters)} with {one.heads_removed:.0%} of them"

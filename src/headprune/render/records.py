@@ -124,8 +124,8 @@ def sizes(steps: Sequence[LineageStep]) -> Table:
     return before_after(size_rows(steps))
 
 
-def windows(manifest: Manifest) -> list[Block]:
-    """Return what windows lose, in a sentence; nothing without any."""
+def windows(manifest: Manifest) -> list[Paragraph]:
+    """Return the loss by windows, in a sentence; nothing without any."""
     if manifest.window is None:
         return []
     heads = manifest.layout.values()
@@ -134,7 +134,7 @@ def windows(manifest: Manifest) -> list[Block]:
 
 
 def window_words(near: int, kv_heads: int, window: Window) -> Paragraph:
-    """Return what a number of KV heads with a window lose."""
+    """Return the loss of a number of KV heads with a window."""
     others = "only the others" if near < kv_heads else "no head"
     return Paragraph(
         f"{near} of {kv_heads} KV heads see only {window}: what lies between is lost to them, and "

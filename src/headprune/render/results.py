@@ -185,13 +185,13 @@ def verification(console: Console, result: Verification) -> None:
 
 
 def written(result: Pruned, given: Given) -> list[Block]:
-    """Return what windows lose, the proof, and commands that measure and serve the result."""
+    """Return the loss by windows, the proof, and commands that measure and serve the result."""
     from headprune.packages import missing
     from headprune.result.engines import serving
 
     manifest, output = result.manifest, result.output
     stored = records.stored(manifest.shape, manifest.uneven, manifest.brings_code)
-    page = [*records.windows(manifest), *records.proof(manifest)]
+    page: list[Block] = [*records.windows(manifest), *records.proof(manifest)]
     page.append(Paragraph(f"{stored} Written to {output}."))
     if measure := after_cut(result, given):
         page.append(Code(measure, title="Measure it on other text"))
