@@ -132,9 +132,9 @@ def refuse_beside_scores(values: Mapping[str, Any]) -> None:
     """
     usual = COMMANDS["convert-swa"].parameters()
     spelt = COMMANDS["convert-swa"].spell
-    names = ("window", "sinks", "level", "seq_len", "calibration_tokens", "batch_size", "seed")
-    names += ("data",) if values["heal_steps"] is None else ()
-    names += ("context_tokens",) if values["max_kv_bytes"] is None else ()
+    names = ["window", "sinks", "level", "seq_len", "calibration_tokens", "batch_size", "seed"]
+    names += ["data"] * (values["heal_steps"] is None)
+    names += ["context_tokens"] * (values["max_kv_bytes"] is None)
     for name in names:
         if values[name] != usual[name].default:
             raise HeadpruneError(

@@ -109,7 +109,7 @@ def window_scores(
 
 
 def candidates(net: PreTrainedModel) -> list[Attention]:
-    """Return the modules whose KV heads may get a window: those that cache the whole past.
+    """Return the modules whose KV heads may get a window, as they cache the whole past.
 
     Raises:
         PlanError: If there is none.
