@@ -83,7 +83,8 @@ def test_a_command_has_the_defaults_of_its_settings(name):
     fields = SETTINGS[name].model_fields
     shared = COMMANDS[name].parameters().keys() & fields.keys()
     assert len(shared) >= 4
-    for setting in shared - {"criterion"}:
+    of_form = {"calibration_tokens", "seq_len"} if name == "score" else set()
+    for setting in shared - {"criterion"} - of_form:
         default, info = COMMANDS[name].parameters()[setting].default, fields[setting]
         if not info.is_required() and default != ():
             assert default == getattr(info.default, "value", info.default), setting
@@ -97,6 +98,7 @@ def kinds(of=Settings):
 # commands that are not in the table above; a split is written behind the place of data: DATA@SPLIT
 OTHERS = {
     "PlanConfig": ("prune",),
+    "WindowConfig": ("score",),
     "CutRequest": ("prune",),
     "Writing": ("prune",),
     "CalibrationConfig": ("prune",),
@@ -309,6 +311,8 @@ VALUES |= {
     "save_plan": "p",
     "text_column": "t",
     "label_column": "l",
+    "criterion": "fisher",
+    "attention": "self",
 }
 
 
@@ -319,11 +323,13 @@ def test_an_option_without_effect_is_refused(name, setting, others):
     required = {n: "x" for n, p in parameters.items() if p.default is inspect.Parameter.empty}
     flags = {"latent", "dry_run", "needle", "update_baseline"}
     value = VALUES.get(setting, setting in flags or 7)
-    idle = required | {setting: value} | ({"speed": False} if others == "speed" else {})
+    unset = {"speed": {"speed": False}, "form=removed": {"form": "window"}}
+    idle = required | {setting: value} | unset.get(others, {})
     with pytest.raises(HeadpruneError, match=f"{setting}|{flag(setting)}.* has no effect without"):
         command.arguments(idle)
     for other in others.split("|"):
-        given = {other: True if other in flags | {"speed"} else "7"}
+        option, _, named = other.partition("=")
+        given = {option: named or (True if other in flags | {"speed"} else "7")}
         given |= {"scores": "s"} if other == "keep_roles" else {}
         given |= {"calibrate": "text.txt"} if other == "heal_steps" else {}
         given |= {"data": "d"} if other == "latent" else {}

@@ -100,7 +100,7 @@ def test_documents_are_cut_in_calibration_and_pairs_are_not(tmp_path):
 
 def test_the_text_that_ships_is_named_with_its_source():
     files = [Path(data.source) for data in texts.shipped().values()]
-    source = (files[0].parent / "SOURCE.md").read_text(encoding="utf-8")
+    source = (files[0].parent / "README.md").read_text(encoding="utf-8")
     assert len(files) == 6
     for file in files:
         assert f"`{file.name}`" in source
