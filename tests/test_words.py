@@ -303,10 +303,10 @@ def test_names_of_modules_do_not_break(heads, short):
     drawn = io.StringIO()
     console = Console(file=drawn, width=80)
     shown.show(
-        console, [records.heads(Plan(unit=Unit.HEAD, attentions=dict.fromkeys(paths, part)))]
+        console, records.heads(Plan(unit=Unit.HEAD, attentions=dict.fromkeys(paths, part)), {})
     )
     lines = [line.strip() for line in drawn.getvalue().splitlines() if line.strip()]
     row = f"{11 if short else paths[-1]} +{'■' * heads} +{heads}/{heads}"
     assert sum(re.fullmatch(row, line) is not None for line in lines) == 1, drawn.getvalue()
-    assert len(lines) == 2 + 12 + short
+    assert len(lines) == 2 + 12 + short + 1 and lines[-1] == "■ stays."
     assert ("attention modules: vit.encoder.layer.*.attention.attention" in lines) == short
