@@ -746,7 +746,8 @@ def table(name: str, results: Results) -> str:
     columns = {n: c for n, c in _COLUMNS.items() if any(n in r.numbers for r in measured)}
     head = ["", *(title for title, _ in columns.values()), "samples", "tries", "seconds"]
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    whole = [f"{original.numbers[n]:.3f}" for n in columns]
+    values = [original.numbers[n] for n in columns]
+    whole = [f"{value:,.0f}" if value > 1e6 else f"{value:.3f}" for value in values]
     lines.append(f"| original | {' | '.join(whole)} | | | |")
     for row in config.rows:
         own = [r for r in measured if r.row == row.name]
