@@ -65,7 +65,7 @@ import headprune
 from headprune import from_pretrained
 from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig, NeedleConfig
 from headprune.data.batches import calibration
-from headprune.data.needles import Needle, Window, needles
+from headprune.data.needles import Needle, needles
 from headprune.data.passages import passage_words, passages
 from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import tokenized_rows
@@ -80,6 +80,7 @@ from headprune.model.attention import attention_of
 from headprune.model.cost import KVCache
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import load_tokenizer
+from headprune.schemas.records import Window
 from rivals import CUTTERS, by_scores
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -477,7 +478,7 @@ class Far(Bench):
             needle_keys=self.config.needle_keys,
         )
         examples = read_examples(DataConfig(source=str(_written(self.work / "b.txt", self.brown))))
-        window = Window(length // 4, 4)
+        window = Window(size=length // 4, sinks=4)
         beyond = needles(examples, self.tokenizer, SECRETS, how, None, window=window)
         return tuple(beyond[:NEEDLES])
 

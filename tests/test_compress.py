@@ -647,7 +647,7 @@ def test_measures_tell_the_original_from_others():
         measure = TASKS[task].measure
         return float(measure.number(measure.rows(*both)))
 
-    losses = TokenLosses(np.array([10.0, 20.0]), np.array([5.0, 5.0]), np.zeros(2))
+    losses = TokenLosses(np.array([10.0, 20.0]), np.array([5.0, 5.0]), np.zeros(2), {})
     worse = losses._replace(nll_nats=losses.nll_nats + np.array([1.0, 4.0]))
     assert number("causal-lm", losses, losses) == 1.0
     assert number("causal-lm", worse, losses) == pytest.approx(np.exp(0.5))

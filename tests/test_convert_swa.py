@@ -21,7 +21,6 @@ from headprune.schemas.manifest import read_manifest
 from headprune.schemas.plan import read_plan
 from headprune.schemas.records import Window
 from headprune.schemas.scores import write_scores
-from headprune.tensors.units import Unit
 from tests import tiny
 
 SMALL = {"window": 8, "sinks": 2, "seq_len": 64, "calibration_tokens": 512}
@@ -79,7 +78,7 @@ def test_the_heads_with_the_lowest_scores(folder):
 
 
 def test_layers(folder):
-    plan = converted(folder, unit=Unit.LAYER, keep_full=3).plan
+    plan = converted(folder, level="layer", keep_full=3).plan
     assert sorted(len(part.window) for part in plan.attentions.values()) == [0, 0, 0, 3]
 
 
@@ -149,7 +148,7 @@ REFUSED = [
     ({"context_tokens": 129}, PlanError, "take 128 at most"),
     ({"keep_full": 1.0}, PlanError, "Nothing would get a window"),
     ({"keep_full": 13}, PlanError, "the model has 12 KV heads with a whole past"),
-    ({"keep_full": 5, "unit": "layer"}, PlanError, "the model has 4 layers"),
+    ({"keep_full": 5, "level": "layer"}, PlanError, "the model has 4 layers"),
     ({"max_kv_bytes": 10, "context_tokens": 100}, PlanError, "takes 9,600 bytes"),
     ({"seq_len": 9}, PlanError, "show nothing beyond a window of 8"),
 ]

@@ -33,6 +33,7 @@ READS = {
     "compress": lambda m, out, text: headprune.compress(m, out, data=text, keep=0.5),
     "convert_gqa": lambda m, out, text: headprune.convert_gqa(m, out, kv_heads=1),
     "convert_mla": lambda m, out, text: headprune.convert_mla(m, out, data=text, kv_bytes=64),
+    "convert_swa": lambda m, out, text: headprune.convert_swa(m, out, data=text),
     "evaluate": lambda m, out, text: headprune.evaluate(m, data=text, output=out),
     "evaluate against": lambda m, out, text: headprune.evaluate(
         out.parent / "good", data=text, against=m

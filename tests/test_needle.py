@@ -10,12 +10,13 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, EvaluateConfig, NeedleConfig
-from headprune.data.needles import Window, needles, window_of
+from headprune.data.needles import needles, window_of
 from headprune.data.read import read_examples
 from headprune.errors import DataError
 from headprune.evaluation.evaluate import evaluate, retrieved
 from headprune.evaluation.probes import SECRETS
 from headprune.model.answers import Prompt, answered
+from headprune.schemas.records import Window
 from tests import tiny
 
 SAID = "The secret number of the is . bridge castle engine forest garden island kitchen river"
@@ -146,7 +147,7 @@ def test_without_room_there_is_no_needle(lengths, keys, most, told, examples):
 
 @pytest.mark.parametrize("keys", [1, 3])
 def test_no_token_of_the_question_sees_the_fact_through_a_window(examples, keys):
-    window, of_all = Window(60, 4), hidden(examples, (100, 200), keys)
+    window, of_all = Window(size=60, sinks=4), hidden(examples, (100, 200), keys)
     given = hidden(examples, (100, 200), keys, window=window)
     places = [(n.fact.stop - 1, n.question) for n in given]
     assert all(question - last >= window.size for last, question in places)
@@ -160,7 +161,7 @@ def test_no_token_of_the_question_sees_the_fact_through_a_window(examples, keys)
 
 
 def test_lengths_without_a_fact_beyond_the_window_are_left_out_or_refused(examples):
-    window = Window(150)
+    window = Window(size=150, sinks=0)
     with pytest.raises(
         DataError, match=r"in 100 tokens: windows of 150 .* Give .* (\d+) or more"
     ) as told:
@@ -173,14 +174,16 @@ def test_lengths_without_a_fact_beyond_the_window_are_left_out_or_refused(exampl
         patch.setattr("headprune.data.needles.NEEDLE_LENGTHS", (100, 300))
         assert {len(n.row.ids) for n in hidden(examples, (), window=window)} == {300}
         with pytest.raises(DataError, match="in 300 tokens: windows of 350"):
-            hidden(examples, (), window=Window(350))
+            hidden(examples, (), window=Window(size=350, sinks=0))
 
 
 def test_a_window_is_that_of_layers_and_of_heads():
     mistral, llama = tiny.model("mistral"), tiny.model("llama-gqa")
-    assert window_of(llama) is None and window_of(mistral) == window_of(llama, mistral) == Window(8)
+    assert window_of(llama) is None and window_of(mistral) == window_of(llama, mistral) == Window(
+        size=8, sinks=0
+    )
     llama.config.headprune = {"window": {"size": 12, "sinks": 4}}
-    assert window_of(llama) == window_of(mistral, llama) == Window(12, 4)
+    assert window_of(llama) == window_of(mistral, llama) == Window(size=12, sinks=4)
     llama.config.headprune["window"]["size"] = tiny.SIZES["n_positions"]
     assert window_of(llama) is None  # it hides nothing
 

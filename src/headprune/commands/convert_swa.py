@@ -22,7 +22,6 @@ from headprune.config.values import (
 )
 from headprune.context import Context
 from headprune.errors import HeadpruneError
-from headprune.tensors.units import Unit
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -99,8 +98,7 @@ def convert_swa(
     """Give KV heads that need no more a window and sinks (SWA), verify the result, write it."""
     from headprune.result import convert_swa as conversion
 
-    unit = Unit.LAYER if level == "layer" else Unit.KV_GROUP
-    config = build(SwaConfig, locals(), unit=unit)
+    config = build(SwaConfig, locals())
     if scores is not None:
         refuse_beside_scores(locals())
     text = o.data_at(data, text_column)

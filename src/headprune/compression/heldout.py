@@ -22,7 +22,7 @@ from headprune.data.tokens import around, tokens_of
 from headprune.errors import DataError
 from headprune.evaluation.metrics import METRICS, Floats
 from headprune.evaluation.quality import Pass
-from headprune.evaluation.task_table import TASKS, Measure, Reading
+from headprune.evaluation.task_table import TASKS, Measure, RowSettings
 from headprune.evaluation.written import COUNTED, references_of, write
 from headprune.evidence.recall import FEWEST, PASSAGES, passage_dependent_words
 from headprune.model.answers import Prompt, answered
@@ -98,7 +98,7 @@ class HeldOut:
         held_out += [(text, True) for text in texts.report]
         if self._packs:
             self._refuse_short(texts)
-        how = Reading(net, tokenizer, seq_len, judged=False)
+        how = RowSettings(net, tokenizer, seq_len, judged=False)
         rows = {
             (text.name, reports): self._rows(text, how) for text, reports in held_out if text.rows
         }
@@ -173,7 +173,7 @@ class HeldOut:
                     return count
         return count
 
-    def _rows(self, text: Documents, how: Reading) -> Dataset:
+    def _rows(self, text: Documents, how: RowSettings) -> Dataset:
         examples = text.examples()
         if self.written is not None:
             references = references_of(examples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -121,14 +121,13 @@ class ScoreConfig(CalibrationConfig):
         return self
 
 
-class WindowConfig(Settings):
+class _WindowSettings(Settings):
     """The window that heads may get, and the text that says which heads lose little by it.
 
     Attributes:
         window: Latest tokens that a head sees; None for 1,024, or a quarter of the context.
         sinks: First tokens that it sees.
         context_tokens: Tokens the model is used with; None for 8,192, or its positions.
-        unit: "kv-group" or "layer".
         calibration_tokens: Tokens of text, and about as many of prompts made from it.
         seq_len: Tokens per sequence, at most; None for four windows.
     """
@@ -136,12 +135,17 @@ class WindowConfig(Settings):
     window: Count | None = None
     sinks: NonNegativeInt = 4
     context_tokens: Length | None = None
-    unit: Unit = Unit.KV_GROUP
     calibration_tokens: Tokens = 8_192
     seq_len: Length | None = None
     batch_size: PositiveInt = 4
     dtype: Dtype = Dtype.AUTO
     seed: Seed = 0
+
+
+class WindowConfig(_WindowSettings):
+    """Scores of windows, by the unit "kv-group" or "layer"."""
+
+    unit: Unit = Unit.KV_GROUP
 
     @model_validator(mode="after")
     def _whole_kv_heads(self) -> WindowConfig:
@@ -150,14 +154,16 @@ class WindowConfig(Settings):
         return self
 
 
-class SwaConfig(WindowConfig):
+class SwaConfig(_WindowSettings):
     """A window for KV heads, and how many keep the whole past.
 
     Attributes:
+        level: The unit: "head", which is a KV head, or "layer".
         keep_full: Share or number of the units that keep it.
         max_kv_bytes: Instead, bytes of the cache of one sequence of ``context_tokens`` tokens.
     """
 
+    level: Literal["head", "layer"] = "head"
     keep_full: FractionOrCount | None = None
     max_kv_bytes: NonNegativeInt | None = None
     out_dtype: Dtype = Dtype.AUTO
@@ -169,6 +175,12 @@ class SwaConfig(WindowConfig):
         if self.max_kv_bytes is not None and self.keep_full is not None:
             raise ValueError("give --keep-full or --max-kv-bytes")
         return self
+
+    @property
+    def scoring(self) -> WindowConfig:
+        """The settings of its scores."""
+        unit = Unit.LAYER if self.level == "layer" else Unit.KV_GROUP
+        return self.part(WindowConfig, unit=unit)
 
     @property
     def kept(self) -> float | int | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -26,6 +26,7 @@ from headprune.errors import DataError
 from headprune.model.answers import Prompt
 from headprune.model.batch import most_tokens
 from headprune.model.cost import KVCache
+from headprune.schemas.records import Window
 
 _LEAST_TEXT = 16  # tokens around needles
 _LEAST, _FIVE_DIGITS = 10_000, 90_000  # the lowest number, and how many there are
@@ -61,13 +62,6 @@ class Needle:
     question: int
 
 
-class Window(NamedTuple):
-    """A token sees the last ``size`` tokens with itself, and the first ``sinks``."""
-
-    size: int
-    sinks: int = 0
-
-
 def window_of(*models: PreTrainedModel) -> Window | None:
     """Return the widest window of any layer or head; None where all of them see everything.
 
@@ -77,11 +71,13 @@ def window_of(*models: PreTrainedModel) -> Window | None:
     for model in models:
         most = most_tokens(model)
         # a cache keeps one token less: the next one sees itself too
-        own = [Window(kept + 1) for kept in KVCache.of(model).windows.values()]
+        own = [Window(size=kept + 1, sinks=0) for kept in KVCache.of(model).windows.values()]
         if of_heads := (getattr(model.config, "headprune", None) or {}).get("window"):
             own.append(Window(**of_heads))
         windows += [one for one in own if most is None or one.size < most]
-    return Window(*map(max, zip(*windows, strict=True))) if windows else None
+    if not windows:
+        return None
+    return Window(size=max(w.size for w in windows), sinks=max(w.sinks for w in windows))
 
 
 def needles(

@@ -29,7 +29,7 @@ from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.metrics import METRICS, Samples, spec_of, within
 from headprune.evaluation.probes import NEEDLES
 from headprune.evaluation.refusals import refuse_exported, refuse_other_tokenizer, refuse_unfit
-from headprune.evaluation.task_table import TASKS, Reading, Truth
+from headprune.evaluation.task_table import TASKS, RowSettings, Truth
 from headprune.evaluation.tasks import refuse_tasks
 from headprune.evaluation.written import references_of, refuse_metrics
 from headprune.model.answers import Prompt
@@ -152,7 +152,7 @@ class Loaded:
             del settings["max_new_tokens"]
         if contexts := self.domains[0].needles:
             used["needle_lengths"] = sorted({len(one.row.ids) for one in contexts})
-            used["needle_window"] = (window := window_of(*self.nets)) and window._asdict()
+            used["needle_window"] = (window := window_of(*self.nets)) and window.model_dump()
         else:
             settings = {n: value for n, value in settings.items() if not n.startswith("needle")}
         return {**settings, **used}
@@ -260,7 +260,7 @@ def _domain(
         said = tuple(heard.transcripts) if config.metrics else ()
         return LoadedDomain(name, data, heard, sound, references=said)
     answers = data.loss is Loss.ANSWERS
-    how = Reading(nets[0], tokenizer, seq_len, config.max_windows, answers)
+    how = RowSettings(nets[0], tokenizer, seq_len, config.max_windows, answers)
     rows, documents = TASKS[task_of(nets[0])].rows(how, examples)
     words: tuple[Prompt, ...] = ()
     of_passage: tuple[PassageWord, ...] = ()

@@ -48,7 +48,7 @@ _SCORED = ("similarities", "scores")
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowSettings:
     """Settings of the rows of a text.
 
     Attributes:
@@ -109,7 +109,7 @@ class TaskRow(Generic[T]):
         closed: Of a running text in sequences, whether each ends as a text; None for single texts.
     """
 
-    rows: Callable[[Reading, Examples], Rows]
+    rows: Callable[[RowSettings, Examples], Rows]
     outputs: Callable[[Pass], T]
     columns: Callable[[T, Truth], Mapping[str, Floats]]
     names: Callable[[Truth], tuple[str, ...]]
@@ -122,7 +122,7 @@ def are_pairs(examples: Examples | Images | Recordings) -> bool:
     return examples.labels is not None and examples.width == 2
 
 
-def _windows(how: Reading, examples: Examples, closed: bool = False) -> Rows:
+def _windows(how: RowSettings, examples: Examples, closed: bool = False) -> Rows:
     tokenizer, known = how.tokenizer, vocabulary_of(how.net)
     if how.answers:
         some = examples.spread(how.most)
@@ -133,19 +133,19 @@ def _windows(how: Reading, examples: Examples, closed: bool = False) -> Rows:
     return windows(examples, tokenizer, how.seq_len, how.most, **counted)
 
 
-def _pairs(how: Reading, examples: Examples) -> Rows:
+def _pairs(how: RowSettings, examples: Examples) -> Rows:
     some, known = examples.spread(how.most), vocabulary_of(how.net)
     of_decoder = most_tokens(how.net, sides=["decoder"])
     return translation_rows(some, how.tokenizer, how.seq_len, known, of_decoder, how.judged), None
 
 
-def _labelled(how: Reading, examples: Examples) -> Rows:
+def _labelled(how: RowSettings, examples: Examples) -> Rows:
     read_label = label_reader(how.net, examples.labels or ()) if how.judged else None
     some, known = by_sentence(examples).spread(how.most), vocabulary_of(how.net)
     return tokenized_rows(some, how.tokenizer, how.seq_len, read_label, known), None
 
 
-def _tagged(how: Reading, examples: Examples) -> Rows:
+def _tagged(how: RowSettings, examples: Examples) -> Rows:
     if not how.judged:
         return _labelled(how, examples)
     read_tags = tag_reader(how.net, examples.labels or ())
@@ -153,7 +153,7 @@ def _tagged(how: Reading, examples: Examples) -> Rows:
     return tagged_rows(some, how.tokenizer, how.seq_len, read_tags, known), None
 
 
-def _apart(how: Reading, examples: Examples) -> Rows:
+def _apart(how: RowSettings, examples: Examples) -> Rows:
     """Return two rows of a pair: embeddings are of single texts."""
     some, known = by_sentence(examples).spread(how.most), vocabulary_of(how.net)
     settings: dict[str, Any] = {"apart": True, "prompt": prompt_of(how.net)}

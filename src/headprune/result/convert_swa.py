@@ -74,7 +74,7 @@ def propose_windows(
         HeadpruneError: If the input does not fit together.
     """
     if scores is None:
-        scores = window_scores(model, config, data, context)
+        scores = window_scores(model, config.scoring, data, context)
     element = model.result_dtypes(config.out_dtype).default
     budget = config.kept, config.max_kv_bytes, config.context_tokens
     plan = plan_windows(model, scores, *budget, element)

@@ -78,8 +78,8 @@ class Heads(BaseModel):
     @model_serializer
     def as_json(self) -> dict[str, Any]:
         """Return the entry of the layout."""
-        sizes = self.group_sizes or ()
-        return layout_entry(self.query_heads, self.kv_heads, sizes, self.window_heads or 0)
+        entry = layout_entry(self.query_heads, self.kv_heads, (), self.window_heads or 0)
+        return entry if self.group_sizes is None else {**entry, "group_sizes": [*self.group_sizes]}
 
 
 class Description(BaseModel):
