@@ -140,7 +140,7 @@ MAY_BE_NULL = {
     *("evidence", "criterion", "keep", "teacher_id", "id", "measured", "scores", "seed", "choice"),
     *("data_sha256", "domains", "refit_left_out", "tensor_proof", "gated_vs_cut", "stderr"),
     *("kv_budget", "kv_heads", "merge", "merges", "rope", "weight_bytes", "peak_memory_bytes"),
-    *("needle",),
+    *("needle", "needle_window", "window", "offered_window"),
 }
 OF_MODELS = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 
