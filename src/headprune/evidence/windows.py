@@ -37,6 +37,7 @@ from headprune.evidence.losses import example_losses
 from headprune.evidence.statistics import Units, first_not_finite
 from headprune.model.attention import attention_of
 from headprune.model.batch import Batch, most_tokens, padded
+from headprune.model.cost import CONTEXT, usual_window
 from headprune.model.gating import frozen
 from headprune.model.open import Model
 from headprune.model.residency import recomputing
@@ -49,7 +50,6 @@ from headprune.tensors.units import members
 
 CRITERION = "window"
 FAR = 3.0  # weight of far answers beside text
-_WINDOW, _CONTEXT = 1_024, 8_192  # at most, where none is given
 _SEQUENCE = 4  # windows in a sequence
 _LEAST_CHUNK = 128  # queries that attend together
 
@@ -129,10 +129,10 @@ def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Win
         PlanError: If it is no smaller than the context, or the model takes a shorter one.
     """
     most = most_tokens(net, tokenizer) or sys.maxsize
-    context = config.context_tokens or min(_CONTEXT, most)
+    context = config.context_tokens or min(CONTEXT, most)
     if context > most:
         raise PlanError(f"--context {context:,}: model and tokenizer take {most:,} at most.")
-    size = config.window or max(1, min(_WINDOW, context // 4))
+    size = config.window or usual_window(context)
     if size + config.sinks >= context:
         raise PlanError(
             f"A window of {size:,} tokens and {config.sinks} sinks leaves nothing out of a context "

@@ -120,6 +120,11 @@ def usual_context(*models: PreTrainedModel) -> int:
     return min([CONTEXT, *filter(None, map(most_tokens, models))])
 
 
+def usual_window(context: int) -> int:
+    """Return the default size of a window of heads, in tokens."""
+    return max(1, min(1_024, context // 4))
+
+
 def kv_width(attention: Attention) -> int:
     """Return the numbers of K and V of one KV head and token; V may be narrower than K."""
     widths = {role: p.head_dim for p in attention.projections for role in p.holds}

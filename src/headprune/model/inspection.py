@@ -223,7 +223,7 @@ def _caches(
     free = [a for a in attentions if a.path in cache.per_token and a.path not in cache.windows]
     free = [a for a in free if a.kv_heads and no_windows(a, row) is None]
     if window is None and interface and free and task_of(net) == "causal-lm":
-        offered = Window(size=max(1, min(1_024, cost.usual_context(net) // 4)))
+        offered = Window(size=cost.usual_window(cost.usual_context(net)))
         each = size * sum(cache.per_token[a.path] for a in free)
         for share in (0.5, 0.75):
             beyond = {tokens: max(0, tokens - offered.size - offered.sinks) for tokens in contexts}

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from headprune.model.windows import refuse_windows
-from headprune.runtime.modeling_headprune import REPEATING, Attention, LayerConfig, stock_class
+from headprune.model.windows import calling
+from headprune.runtime.modeling_headprune import REPEATING, Attention, stock_class
 from headprune.tensors.rotary import RotaryPairs, Rotation
 
 _RECORDED = "headprune_recorded"
@@ -146,20 +146,8 @@ class AttentionRecorder:
         Raises:
             PlanError: If heads have windows, which it would leave out.
         """
-        refuse_windows(attentions)
-        modules: list[Any] = [attention.module for attention in attentions]
-        before = [getattr(module, "config", None) for module in modules]
-        for module, config in zip(modules, before, strict=True):
-            own = dict(vars(config)) if isinstance(config, LayerConfig) else {}
-            own.pop("shared", None)
-            own["headprune_repeats"] = own.get("_attn_implementation") == REPEATING
-            own |= {"_attn_implementation": _RECORDED, "headprune_recorder": self}
-            module.config = LayerConfig(config, own)
-        try:
+        with calling(attentions, _RECORDED, headprune_recorder=self):
             yield
-        finally:
-            for module, config in zip(modules, before, strict=True):
-                module.config = config
 
 
 def _recorded_attention(
@@ -167,7 +155,7 @@ def _recorded_attention(
 ) -> tuple[Tensor, None]:
     scaling = arguments.pop("scaling", None) or query.shape[-1] ** -0.5
     owners, facts = None, getattr(module, "headprune", None)
-    if module.config.headprune_repeats:
+    if module.config.headprune_before == REPEATING:
         owners = module.headprune_kv_of_query.index
     if facts is not None and facts.repeats_output:  # undone, so that there is one key per KV head
         owners = facts.owners.index

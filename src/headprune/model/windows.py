@@ -8,7 +8,7 @@ This is the definition that a written result, whose cache forgets keys, is held 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,6 +106,34 @@ class AttentionCall:
 
 
 @contextmanager
+def calling(attentions: Sequence[Attention], function: str, **own: Any) -> Iterator[None]:
+    """Have modules call another attention function in a ``with`` block.
+
+    Args:
+        attentions: The modules.
+        function: Its name in transformers' table.
+        own: Settings that it reads from the config of a module. ``headprune_before`` is the name of
+            the function of a module that had one of its own.
+
+    Raises:
+        PlanError: If heads have windows, which it would leave out.
+    """
+    refuse_windows(attentions)
+    modules: list[Any] = [attention.module for attention in attentions]
+    before = [getattr(module, "config", None) for module in modules]
+    for module, config in zip(modules, before, strict=True):
+        kept = dict(vars(config)) if isinstance(config, LayerConfig) else {}
+        kept.pop("shared", None)
+        own["headprune_before"] = kept.get("_attn_implementation")
+        module.config = LayerConfig(config, {**kept, **own, "_attn_implementation": function})
+    try:
+        yield
+    finally:
+        for module, config in zip(modules, before, strict=True):
+            module.config = config
+
+
+@contextmanager
 def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]:
     """Replace the attention function of some modules in a ``with`` block.
 
@@ -117,9 +145,6 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
         PlanError: If a module ran and did not call transformers' attention function, or has
             windows already.
     """
-    refuse_windows(attentions)
-    modules: list[Any] = [attention.module for attention in attentions]
-    before = [getattr(module, "config", None) for module in modules]
     called = set[Any]()
 
     def called_by(call: AttentionCall) -> Tensor:
@@ -133,20 +158,11 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
                 "interface, where windows are applied. Such a model cannot have any."
             )
 
-    handles = []
-    for attention, config in zip(attentions, before, strict=True):
-        module: Any = attention.module
-        own = dict(vars(config)) if isinstance(config, LayerConfig) else {}
-        own.pop("shared", None)
-        own |= {"_attn_implementation": _ATTENDED, "headprune_attend": called_by}
-        module.config = LayerConfig(config, own)
-        handles.append(module.register_forward_hook(partial(check, attention.path)))
-    try:
+    with calling(attentions, _ATTENDED, headprune_attend=called_by), ExitStack() as stack:
+        for attention in attentions:
+            hook = partial(check, attention.path)
+            stack.callback(attention.module.register_forward_hook(hook).remove)
         yield
-    finally:
-        for module, config, handle in zip(modules, before, handles, strict=False):
-            module.config = config
-            handle.remove()
 
 
 def no_windows(model: PreTrainedModel) -> dict[str, str | None]:
