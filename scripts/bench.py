@@ -46,23 +46,27 @@ from headprune.data.sequences import all_windows
 from headprune.evaluation import speed as speeds
 from headprune.evaluation.metrics import Samples, interval_of
 from headprune.evaluation.probes import last_words
+from headprune.evidence.statistics import Need, collect
 from headprune.formats import onnx, openvino
 from headprune.formats.run import MODEL, LoadedGraph, open_graphs, run_by_engine
 from headprune.formats.source import built
+from headprune.gates.forms import Correlation, narrowed, predicted
 from headprune.gates.gates import Gates
-from headprune.gates.objectives import labelled
-from headprune.gates.optimizer import GateOptimizer
+from headprune.gates.objectives import Distillation
 from headprune.gates.sparsity import HeadTarget
 from headprune.gates.trainer import GatedModel, freeze
 from headprune.model.answers import answered
 from headprune.model.attention import attention_of
+from headprune.model.batch import Batch, without_labels
 from headprune.model.cost import KVCache, model_cost
-from headprune.model.gating import gated
+from headprune.model.embedding import head_of
 from headprune.model.loading import load_config, load_tokenizer, task_of
+from headprune.model.losses import divergence
 from headprune.model.units import default_unit
 from headprune.regression.limits import parse_limit
 from headprune.regression.verdicts import Verdict, judge, number_of
 from headprune.schemas.plan import AttentionPlan, Plan
+from headprune.tensors.units import Unit
 from protocol import CONFIGS, LONG, Bench, ProtocolError, Result, Results, read_config
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
@@ -111,29 +115,42 @@ def half(model: Path, output: Path) -> None:
 
 
 def gate_steps(
-    model: PreTrainedModel, ids: Tensor
+    model: PreTrainedModel, ids: Tensor, window: int | None = None
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return a forward and backward pass of the frozen model, and a step of gate training."""
+    """Return a step of a training with the same teacher, and one of gates.
+
+    Gates remove heads that others make up for, or leave KV heads a window.
+    """
     attentions = attention_of(model)
+    batch: Batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     freeze(model, attentions, Train.GATES)
-    gates = Gates(attentions, default_unit(attentions), 3.0, 2 / 3)
-    sizes = [int(size) for size in gates.sizes]
-    sparsity = HeadTarget(sum(sizes) * 3 // 4, sizes, warmup=0.5)
-    optimizer = GateOptimizer(gates.log_alpha, gates.scale, [], 0.5, 0.02, 0.02)
-    trained = GatedModel(model, gates, labelled).train()
-    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    unit = default_unit(attentions) if window is None else Unit.KV_GROUP
+    gates = Gates(attentions, unit, 3.0, 2 / 3, by_heads=window is None)
+    sparsity = HeadTarget(sum(gates.unit_sizes) * 3 // 4)
+    optimizer = torch.optim.AdamW([gates.log_alpha], lr=0.08)
+    loss = Distillation(head_of(model))
+    trained = GatedModel(model, gates, loss).train()
+    if window is None:
+        needs: frozenset[Need] = frozenset({"activations", "gram"})
+        parts = zip(collect(model, attentions, [batch], needs), attentions, strict=True)
+        others = [Correlation.of(part, attention, ids.device) for part, attention in parts]
+        gates.draws, acting = 1, partial(predicted, attentions, correlations=others)
+    else:
+        acting = partial(narrowed, attentions, window=(window, 4))
 
     def plain() -> None:
-        gates.disable()
+        with torch.no_grad():
+            wanted = model(**without_labels(batch))
         embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
-        model(inputs_embeds=embedded, labels=ids, use_cache=False).loss.backward()
+        got = model(inputs_embeds=embedded, use_cache=False)
+        divergence(got, wanted, batch, loss.head).backward()
 
     def step() -> None:
-        with gated(attentions, gates.source):
+        with acting(gates.source):
             trained(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        sparsity.after_step(gates, done=0.2)
+        sparsity.after_step(gates)
 
     return plain, step
 
@@ -147,9 +164,13 @@ def windows_of(model: Path, data: Path, length: int, count: int) -> Tensor:
 
 @app.command()
 def gate_step(model: Path, data: Path, pairs: int = 7) -> None:
-    """Time a step of gate training over a forward and backward pass of the frozen model."""
-    steps = gate_steps(from_pretrained(model, dtype="float32"), windows_of(model, data, 512, 2))
-    print(table([{"": "gate step / plain step", "times": ratio(*steps, pairs)}]))
+    """Time a step of gate training over a step of a training with the same teacher."""
+    net, ids = from_pretrained(model, dtype="float32"), windows_of(model, data, 1024, 1)
+    rows = [
+        {"gates": name, "times a step": ratio(*gate_steps(net, ids, window), pairs)}
+        for name, window in (("removed", None), ("window of 128", 128))
+    ]
+    print(table(rows))
 
 
 # ---- cost.md: models larger than memory

@@ -231,7 +231,9 @@ def test_bad_targets(llama_folder, text_file, tmp_path, capsys):
             ["--target-heads", "0.5", "--config", "temperature=0"],
             "temperature: Input should be greater",
         ),
-        (["--target-heads", "0.5", "--config", "objective=task"], "does not fit LlamaForCausalLM"),
+        (["--target-heads", "0.5", "--window", "8"], "--window has no effect without --form"),
+        (["--form", "window", "--target-heads", "1"], "--target-heads has no effect without"),
+        (["--form", "window", "--unit", "head"], "a window is of whole KV heads"),
     ):
         refuses(capsys, message, *base, *options, "--overwrite")
         assert not (tmp_path / "g" / "gates.json").exists()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headprune
-from headprune.config import Method, ScoreConfig
+from headprune.config import Form, ScoreConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evidence.score import score
 from headprune.io.markup import sentence
@@ -333,7 +333,7 @@ def gates(model, tmp_path):
         headprune_version="0",
         model=identity(net, model),
         unit=Unit.KV_GROUP,
-        method=Method.L0,
+        form=Form.REMOVED,
         temperature=2 / 3,
         modules=tuple(a.path for a in attentions),
         heads=tuple(a.query_ids for a in attentions),
@@ -341,14 +341,13 @@ def gates(model, tmp_path):
         query_heads=sum(units),
         kept_heads=int((torch.tensor(units) * kept).sum()),
         steps=2,
-        objective="lm",
         data="text.txt",
         final_loss=2.0,
         trained_weights=True,
         seed=0,
     )
     tensors = {"log_alpha": torch.arange(len(units)).float(), "kept": kept}
-    tensors["value"] = torch.rand(len(units)) * kept
+    tensors["course"] = torch.rand(21, len(units))
     weights = {"model.norm.weight": torch.ones(48), "lm_head.weight": torch.ones(tiny.VOCAB, 48)}
     (tmp_path / "gates").mkdir()
     write_gates(tmp_path / "gates", metadata, tensors, weights)
@@ -370,7 +369,7 @@ GATES = {
             of("gates.safetensors", lambda t, n=name, o=other: t.update({o: t.pop(n)})),
             "not as they were written",
         )
-        for name in ("log_alpha", "value", "kept")
+        for name in ("log_alpha", "course", "kept")
         for other in ("metadata", "weights", "log_alpha_", "")
     },
     "one more tensor": (
@@ -378,7 +377,7 @@ GATES = {
         "not as they were written",
     ),
     "another shape": (
-        of("gates.safetensors", lambda t: t.update(value=t["value"][:1])),
+        of("gates.safetensors", lambda t: t.update(kept=t["kept"][:1])),
         "not as they were written",
     ),
     "a renamed weight": (

@@ -106,7 +106,7 @@ def convert_gqa(merge, **settings):
 
 
 def train_gates(**settings):
-    """With a method; gates are drawn on the device, by the same draws here."""
+    """Gates are drawn on the device, by the same draws here."""
 
     def train(job):
         given = {"target_heads": 0.5, "steps": 5, **BATCHES, **job.columns, **settings}
@@ -212,8 +212,10 @@ JOBS = {
     "convert-mean": convert_gqa("mean"),
     "convert-budget": convert_gqa(None, kv_heads=None, kv_budget=0.5),
     "gates": train_gates(),
-    "gates-refit": train_gates(method="refit", dtype="float32"),
-    "gates-distill": train_gates(objective="distill", train="attention"),
+    "gates-float32": train_gates(dtype="float32"),
+    "gates-attention": train_gates(train="attention"),
+    "gates-voita": train_gates(target_heads=None, l0_penalty=0.01),
+    "gates-window": train_gates(form="window", target_heads=None, window=4, context_tokens=16),
     "heal": heal,
     "evaluate": evaluate,
     "check": check,
@@ -305,7 +307,7 @@ def waits_of_a_step(folder, layers, **settings):
     found = []
     for steps in (2, 3):
         with far.Far() as device:
-            given = {"finetune_fraction": 0.0, "save_every": 100, **settings}
+            given = {"save_every": 100, **settings}
             train_gates(steps=steps, overwrite=True, **given)(job)
         found.append(sum(device.waits.values()))
     return found[1] - found[0]  # without what steps share
@@ -314,7 +316,7 @@ def waits_of_a_step(folder, layers, **settings):
 def waits_alike(folder):
     """Refuses waits that grow with layers or units."""
     counts = [
-        waits_of_a_step(folder / unit, layers, unit=unit, method="l0")
+        waits_of_a_step(folder / unit, layers, unit=unit)
         for layers, unit in ((2, "kv-group"), (5, "kv-group"), (5, "head"))
     ]
     assert 0 < counts[0] < 30 and len(set(counts)) == 1, counts
@@ -324,7 +326,7 @@ def waits_by_layer(folder):
     """Refuses waits that do not grow where every layer waits."""
     right = Gates.source
     Gates.source = lambda gates, position: right(gates, position * int(bool(gates.kept.any())))
-    shallow, deep = (waits_of_a_step(folder, layers, method="l0") for layers in (2, 5))
+    shallow, deep = (waits_of_a_step(folder, layers) for layers in (2, 5))
     assert deep == shallow + 3, (shallow, deep)
 
 

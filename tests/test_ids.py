@@ -188,7 +188,7 @@ def test_a_cut_knows_its_gates(home, tmp_path):
         now(moved)
     edit(moved / "gates.json", lambda m: m.update(seed=3))
     tensors = load_file(moved / "gates.safetensors")
-    tensors["value"][0] += 0.01
+    tensors["course"][0] += 0.01
     save_file(tensors, moved / "gates.safetensors")
     with pytest.raises(CheckpointError, match="not as they were written"):
         now(moved)

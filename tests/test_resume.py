@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from headprune.config import (
     DataConfig,
+    Form,
     HealConfig,
     HealOptimizer,
-    Method,
     Resuming,
     Train,
     TrainGatesConfig,
@@ -25,10 +25,8 @@ from headprune.config import (
 from headprune.context import Context
 from headprune.distillation import heal as healing
 from headprune.distillation.heal import heal
-from headprune.errors import CheckpointError, DataError, HeadpruneError, TrainingError
+from headprune.errors import CheckpointError, DataError, TrainingError
 from headprune.gates import train_gates as training
-from headprune.gates.optimizer import GateOptimizer
-from headprune.gates.refitted import choose_and_refit
 from headprune.gates.train_gates import train_gates
 from headprune.io.writing import work_folder
 from headprune.resuming import CONFIG, STATE, Run
@@ -45,11 +43,16 @@ class Killed(BaseException):
 
 
 def kill_at(last):
-    def kill(step, *_):
-        if step == last:
+    def kill(step, total, *numbers):
+        if numbers and step == last:  # of a training, and not of its scores
             raise Killed
 
     return kill
+
+
+def noting(steps):
+    """Notes the steps of a training, and not those of its scores."""
+    return lambda step, total, *numbers: steps.append(step) if numbers else None
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +119,11 @@ def go_on(home, tmp_path, **others):
 # after the last step
 
 
-@pytest.mark.parametrize("finetune_fraction", [0.6, 0.0])
+@pytest.mark.parametrize("train", [Train.ATTENTION, Train.GATES])
 def test_gates_killed_after_the_last_step_are_those_of_an_unbroken_run(
-    finetune_fraction, home, tmp_path, monkeypatch
+    train, home, tmp_path, monkeypatch
 ):
-    settings = {"train": Train.ATTENTION, "finetune_fraction": finetune_fraction}
+    settings = {"train": train}
     gates(home, tmp_path / "whole", **settings)
 
     def dead(*arguments):
@@ -131,7 +134,7 @@ def test_gates_killed_after_the_last_step_are_those_of_an_unbroken_run(
         with pytest.raises(Killed):
             gates(home, tmp_path / "broken", **settings)
     steps = []
-    gates(home, tmp_path / "broken", resume=True, step=lambda *at: steps.append(at), **settings)
+    gates(home, tmp_path / "broken", resume=True, step=noting(steps), **settings)
     assert not steps
     assert files(tmp_path / "broken") == files(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "whole"]
@@ -214,17 +217,14 @@ def test_a_healing_goes_on_to_the_same_end(optimizer, home, tmp_path):
 
 
 @pytest.mark.parametrize("step", [2, 8])  # before the first checkpoint, and after two
-def test_gates_of_a_refit_go_on_to_the_same_end(step, home, tmp_path, monkeypatch):
-    settings = {"method": Method.REFIT}
+@pytest.mark.parametrize("form", list(Form))
+def test_gates_of_either_form_go_on_to_the_same_end(form, step, home, tmp_path):
+    windows = {"form": form, "target_heads": None, "window": 4, "context_tokens": 16}
+    settings = {"gate_lr": 0.5} | (windows if form is Form.WINDOW else {})
     gates(home, tmp_path / "whole", **settings)
     with pytest.raises(Killed):
         gates(home, tmp_path / "g", step=kill_at(step), **settings)
-    refits = []
-    monkeypatch.setattr(
-        training, "choose_and_refit", lambda *of: refits.append(choose_and_refit(*of))
-    )
     gates(home, tmp_path / "g", resume=True, **settings)
-    assert len(refits) == (step < SIZES["save_every"])
     assert files(tmp_path / "g") == files(tmp_path / "whole")
     gates(home, tmp_path / "other", **settings, seed=1)
     assert files(tmp_path / "other") != files(tmp_path / "whole")
@@ -266,12 +266,12 @@ def renamed(content):
 
 
 SAVED = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
-SCALE = "gates.scale"
+LOG_ALPHA = "gates.log_alpha"
 DAMAGES = {
-    "a tensor is missing": lambda path: change(path, **{SCALE: None}),
+    "a tensor is missing": lambda path: change(path, **{LOG_ALPHA: None}),
     "a foreign tensor": lambda path: change(path, other=torch.ones(2)),
-    "another shape": lambda path: change(path, **{SCALE: torch.ones(5)}),
-    "a shape that spreads": lambda path: change(path, **{SCALE: torch.ones(1)}),
+    "another shape": lambda path: change(path, **{LOG_ALPHA: torch.ones(5)}),
+    "a shape that spreads": lambda path: change(path, **{LOG_ALPHA: torch.ones(1)}),
     "half of the weights": lambda path: halve(path / WEIGHTS),
     "no weights": lambda path: (path / WEIGHTS).unlink(),
     "moments of another model": lambda path: torch.save(
@@ -373,7 +373,7 @@ def test_half_a_checkpoint_is_not_resumed_from(home, tmp_path, whole, stopped):
     halve(stopped / "checkpoints" / "checkpoint-6" / STATE)
     (stopped / "checkpoints" / "checkpoint-9").mkdir()
     steps = []
-    assert go_on(home, tmp_path, step=lambda step, *_: steps.append(step)) == whole
+    assert go_on(home, tmp_path, step=noting(steps)) == whole
     assert steps == [4, 5, 6, 7, 8, 9]
 
 
@@ -413,7 +413,7 @@ def test_a_folder_of_someone_else_is_left_alone(home, tmp_path):
 
 def test_a_training_is_resumed_with_the_same_settings(home, tmp_path, stopped, monkeypatch):
     before = sorted(stopped.rglob("*"))
-    with pytest.raises(CheckpointError, match="train_gates.gate_lr: 0.5 then, 0.25 now") as told:
+    with pytest.raises(CheckpointError, match="train_gates.gate_lr: 0.08 then, 0.25 now") as told:
         go_on(home, tmp_path, gate_lr=0.25)
     assert told.value.exit_code == 2
     with pytest.raises(CheckpointError, match=r"other settings \(of train-gates\)"):
@@ -477,8 +477,8 @@ def test_a_long_name_has_a_folder(tmp_path):
 
 
 def of_nan_after(step, group, patched):
-    """Lets an optimiser come to NaN in one of its groups: gates, factors or weights."""
-    plain, made = GateOptimizer.step, [0]
+    """Lets an optimiser come to NaN in one of its groups: gates or weights."""
+    plain, made = torch.optim.AdamW.step, [0]
 
     def breaking(self, closure=None):
         plain(self, closure)
@@ -486,16 +486,15 @@ def of_nan_after(step, group, patched):
         if made[0] == step:
             self.param_groups[group]["params"][0].data.fill_(torch.nan)
 
-    patched.setattr(GateOptimizer, "step", breaking)
+    patched.setattr(torch.optim.AdamW, "step", breaking)
 
 
 @pytest.mark.parametrize(
     ("step", "group", "message"),
     [
         (1, 0, "the gates are not finite after step 1 of 9"),
-        (2, 1, "the gates are not finite after step 2 of 9"),
-        (4, 2, "the loss is nan at step 5 of 9"),
-        (9, 2, "proj.weight' is not finite after step 9 of 9"),  # no loss shows it any more
+        (4, 1, "the loss is nan at step 5 of 9"),
+        (9, 1, "proj.weight' is not finite after step 9 of 9"),  # no loss shows it any more
     ],
 )
 def test_a_training_that_breaks_down_writes_nothing(
@@ -514,7 +513,7 @@ def test_a_learning_rate_that_is_too_large_is_named(home, tmp_path, capsys):
     command = f"{line} --config seq_len=16 --config weight_lr=1e9".split()
     code, _, err = run(capsys, *command, "--target-heads", "0.5", tmp_path / "g")
     assert code == 1
-    assert "Lower gate_lr or scale_lr or weight_lr, and start anew" in err
+    assert "Lower gate_lr or weight_lr, and start anew" in err
     assert not (tmp_path / "g").exists()
 
 
@@ -522,7 +521,7 @@ def test_text_without_anything_to_mask_is_said(tmp_path):
     tiny.save(tiny.model("bert-mlm"), tmp_path / "model")
     (tmp_path / "text.txt").write_text(f"{tiny.text(400)} {'unknown ' * 350}")
     with pytest.raises(DataError, match="no token to mask in a whole batch.*Give other text"):
-        gates(tmp_path, tmp_path / "g", batch_size=1)
+        gates(tmp_path, tmp_path / "g", batch_size=1, target_heads=None, l0_penalty=0.1)
     assert not (tmp_path / "g").exists()
 
 
@@ -556,11 +555,6 @@ def test_a_healing_that_breaks_down_keeps_its_last_good_checkpoint(home, tmp_pat
 def test_settings_that_no_run_could_have_are_refused(kind, settings):
     with pytest.raises(ValidationError):
         kind(**settings)
-
-
-def test_as_many_steps_as_epochs_take_are_bounded(home, tmp_path):
-    with pytest.raises(HeadpruneError, match=r"epochs 1e\+09 of .* Give fewer, or --steps"):
-        gates(home, tmp_path / "g", steps=None, epochs=1e9)
 
 
 # a full disk

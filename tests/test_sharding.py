@@ -27,6 +27,7 @@ from headprune.distillation.heal import heal
 from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.distillation.trainer import HealTrainer
 from headprune.errors import HeadpruneError
+from headprune.gates import train_gates as gates
 from headprune.gates.train_gates import train_gates
 from headprune.model import placement
 from headprune.model.open import open_model
@@ -43,7 +44,7 @@ from headprune.tensors.shards import own_part
 from headprune.training import ResumableTrainer
 from tests import forked, tiny
 
-SETTINGS = {**{"target_heads": 0.5, "method": "l0", "steps": 6}, **{"batch_size": 4, "seq_len": 16}}
+SETTINGS = {**{"target_heads": 0.5, "steps": 6}, **{"batch_size": 4, "seq_len": 16}}
 
 SHARD = ("--config", "shard=true")
 
@@ -103,6 +104,7 @@ def silence():
 @pytest.mark.process
 def test_a_model_in_shards_trains_as_one_process_does(folder, monkeypatch):
     monkeypatch.setattr(hard_concrete, "sample", without_noise)
+    monkeypatch.setattr(gates, "_CRITERIA", ())  # shards have no scores
     done = forked.together(2, *command("two", *SHARD), folder=folder, prepare=silence)
     assert done.returncode == 0, done.stderr
     text = DataConfig(source=str(folder / "text.txt"))

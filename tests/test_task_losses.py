@@ -317,9 +317,7 @@ def test_scores_gates_and_healing_take_the_loss_of_the_head(tmp_path):
     where = {"data": data.source, "label_column": "label"}
     headprune.score(folder, output=tmp_path / "scores", criterion="fisher", seq_len=16, **where)
     brief = {"steps": 2, "batch_size": 4, "seq_len": 16}
-    headprune.train_gates(
-        folder, output=tmp_path / "gates", target_heads=0.5, method="l0", **where, **brief
-    )
+    headprune.train_gates(folder, output=tmp_path / "gates", target_heads=0.5, **where, **brief)
     headprune.prune(folder, tmp_path / "cut", scores=tmp_path / "scores", keep=0.5)
     healed = headprune.heal(
         tmp_path / "cut", output=tmp_path / "healed", teacher=folder, data=data.source, **brief
@@ -330,7 +328,7 @@ def test_scores_gates_and_healing_take_the_loss_of_the_head(tmp_path):
 @pytest.mark.parametrize("name", ["BertForQuestionAnswering", "BertForPreTraining"])
 def test_heads_without_a_loss_of_their_own_learn_from_a_teacher(name, tmp_path, text_file):
     folder = tiny.save(classes.build("bert", name), tmp_path / "model")
-    brief = {"steps": 2, "batch_size": 4, "seq_len": 16, "method": "l0"}
+    brief = {"steps": 2, "batch_size": 4, "seq_len": 16}
     gates = headprune.train_gates(
         folder, output=tmp_path / "gates", data=str(text_file), target_heads=0.5, **brief
     )

@@ -78,6 +78,10 @@ def convert_swa(
     data: o.Data | None = None,
     scores: Annotated[Path | str, o.option("Instead of --data: a folder of score --form window.")]
     | None = None,
+    gates: Annotated[
+        Path | str, o.option("Instead of --data: a folder of train-gates --form window.")
+    ]
+    | None = None,
     heal_steps: o.HealSteps | None = None,
     overwrite: o.Overwrite = False,
     text_column: str | None = None,
@@ -99,13 +103,14 @@ def convert_swa(
     from headprune.result import convert_swa as conversion
 
     config = build(SwaConfig, locals())
-    if scores is not None:
-        refuse_beside_scores(locals())
+    if scores is not None or gates is not None:
+        refuse_beside_evidence(locals())
     text = o.data_at(data, text_column)
-    scored = None if scores is None else Path(scores)
+    evidence = scores if gates is None else gates
+    folder_of = None if evidence is None else Path(evidence)
 
     def converted(folder: Path) -> Pruned:
-        return conversion.convert_swa(model, folder, config, text, scored, overwrite, context)
+        return conversion.convert_swa(model, folder, config, text, folder_of, overwrite, context)
 
     if heal_steps is None or text is None:
         return converted(Path(output))
@@ -122,8 +127,8 @@ def convert_swa(
     return make_and_heal(make, model, text, Path(output), healing, overwrite, context)
 
 
-def refuse_beside_scores(values: Mapping[str, Any]) -> None:
-    """Refuse settings that scores bring along.
+def refuse_beside_evidence(values: Mapping[str, Any]) -> None:
+    """Refuse settings that scores or gates bring along.
 
     Raises:
         HeadpruneError: Naming the first.
@@ -133,8 +138,12 @@ def refuse_beside_scores(values: Mapping[str, Any]) -> None:
     names = ["window", "sinks", "level", "seq_len", "calibration_tokens", "batch_size", "seed"]
     names += ["data"] * (values["heal_steps"] is None)
     names += ["context_tokens"] * (values["max_kv_bytes"] is None)
+    beside = "scores"
+    if values["gates"] is not None:
+        beside, names = "gates", [*names, "keep_full", "max_kv_bytes", "scores"]
     for name in names:
         if values[name] != usual[name].default:
             raise HeadpruneError(
-                f"{spelt(name)} has no effect beside --scores, which have their own: leave it out."
+                f"{spelt(name)} has no effect beside --{beside}, which have their own: leave it "
+                "out."
             )

@@ -6,14 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
-
 from headprune.commands import options as o
 from headprune.commands.command import ACCESS, COMMANDS, command
 from headprune.commands.listing import Panel
 from headprune.config import Resuming, TrainGatesConfig, build
 from headprune.config.data import Loss, data_config
-from headprune.config.values import Fraction, FractionOrCount, Positive, PositiveInt, Seed, Steps
+from headprune.config.values import (
+    FractionOrCount,
+    Length,
+    Positive,
+    PositiveInt,
+    Seed,
+    Steps,
+    Tokens,
+)
 from headprune.context import Context
 
 if TYPE_CHECKING:
@@ -34,6 +40,12 @@ def _show(console: Console, result: GatesRun, values: Mapping[str, Any]) -> None
     Panel.CHOOSE,
     _show,
     as_json=lambda result: result.metadata.model_dump_json(indent=2),
+    needs={
+        **dict.fromkeys(("keep_full", "window", "sinks", "context_tokens"), "form=window"),
+        **dict.fromkeys(("target_heads", "l0_penalty", "train", "attention"), "form=removed"),
+        "weight_lr": "train",
+        "init_log_alpha": "l0_penalty",
+    },
     together=True,
 )
 def train_gates(
@@ -44,33 +56,43 @@ def train_gates(
     text_column: o.TextColumn | None = None,
     label_column: o.LabelColumn | None = None,
     loss: o.Loss = "all",
+    form: Annotated[
+        Literal["removed", "window"], o.option("What becomes of a head whose gate closes.")
+    ] = "removed",
     target_heads: Annotated[
         FractionOrCount,
         o.option("Heads to keep: a share (0.75; 1.0 is all) or a count (202; 1 is one)."),
     ]
     | None = None,
-    steps: o.Steps | None = None,
-    unit: o.Unit | None = None,
-    method: Annotated[
-        Literal["auto", "refit", "l0"],
-        o.option("refit: scores, refit of W_O, trained factors. l0: hard-concrete gates."),
-    ] = "auto",
+    keep_full: Annotated[
+        FractionOrCount,
+        o.option("Share or number of KV heads (or layers) with a whole past. Default: 0.5."),
+    ]
+    | None = None,
+    window: o.Window | None = None,
+    sinks: o.Sinks = 4,
+    context_tokens: o.ContextTokens | None = None,
+    steps: o.Steps = 100,
+    unit: Annotated[
+        Literal["head", "kv-group", "query-slot", "layer"],
+        o.option(
+            "Unit of a gate. Default: head for MHA, kv-group for GQA and windows; layer is of "
+            "windows only."
+        ),
+    ]
+    | None = None,
     train: Annotated[
         Literal["gates", "attention", "all"],
         o.option("Weights to train beside the gates.", panel=o.TRAINING),
     ] = "gates",
-    objective: Literal["auto", "lm", "mlm", "distill", "lm+distill", "task"] = "auto",
     l0_penalty: Positive | None = None,
-    batch_size: PositiveInt = 4,
-    seq_len: o.TrainSeqLen = 256,
-    epochs: Positive = 1.0,
-    gate_lr: Positive = 0.5,
-    scale_lr: Positive = 0.02,
+    batch_size: PositiveInt | None = None,
+    seq_len: Length | None = None,
+    calibration_tokens: Tokens = 16_384,
+    gate_lr: Positive = 0.08,
     weight_lr: Positive = 5e-5,
     temperature: Positive = 2 / 3,
     init_log_alpha: float = 3.0,
-    sparsity_warmup: Fraction = 0.75,
-    finetune_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.6,
     gradient_checkpointing: bool = False,
     attention: o.Kinds = (),
     dtype: o.Dtype = "auto",

@@ -14,7 +14,6 @@ from headprune.config.data import CalibrationConfig, DataConfig, Domains, data_c
 from headprune.config.values import (
     Count,
     Dtype,
-    Fraction,
     FractionOrCount,
     KvHeads,
     Length,
@@ -116,8 +115,7 @@ class ScoreConfig(CalibrationConfig):
 
     @model_validator(mode="after")
     def _removable(self) -> ScoreConfig:
-        if self.unit is Unit.LAYER:
-            raise ValueError("--unit layer goes with --form window; heads are removed by others")
+        _refuse_layers(self.unit)
         return self
 
 
@@ -149,8 +147,7 @@ class WindowConfig(_WindowSettings):
 
     @model_validator(mode="after")
     def _whole_kv_heads(self) -> WindowConfig:
-        if self.unit not in (Unit.KV_GROUP, Unit.LAYER):
-            raise ValueError("a window is of whole KV heads: give --unit kv-group or layer")
+        _refuse_part_heads(self.unit)
         return self
 
 
@@ -273,13 +270,11 @@ class CompressConfig(CalibrationConfig):
 
 
 class Objective(str, Enum):
-    """Loss that gates are trained on."""
+    """Loss that a text is made into batches for."""
 
-    AUTO = "auto"
     LM = "lm"
     MLM = "mlm"
     DISTILL = "distill"
-    LM_DISTILL = "lm+distill"  # half each
     TASK = "task"
 
 
@@ -291,22 +286,11 @@ class Train(str, Enum):
     ALL = "all"
 
 
-class Method(str, Enum):
-    """Method of choosing the heads that go."""
+class Form(str, Enum):
+    """What becomes of a head whose gate closes."""
 
-    AUTO = "auto"
-    REFIT = "refit"  # by scores, before any step; W_O is refitted, and factors are trained
-    L0 = "l0"  # hard-concrete gates, sampled, and a Lagrangian
-
-
-OF_L0 = (
-    "l0_penalty",
-    "gate_lr",
-    "temperature",
-    "init_log_alpha",
-    "sparsity_warmup",
-    "finetune_fraction",
-)
+    REMOVED = "removed"
+    WINDOW = "window"
 
 
 class Reporter(str, Enum):
@@ -319,55 +303,64 @@ class Reporter(str, Enum):
 
 
 class TrainGatesConfig(Settings):
-    """Settings of gate training."""
+    """Settings of gate training.
 
+    Attributes:
+        form: What becomes of a head whose gate closes.
+        target_heads: Share or number of query heads that stay.
+        keep_full: With the form "window": of units with a whole past.
+        l0_penalty: Instead: lambda of Voita et al. 2019, with their loss and their start.
+        init_log_alpha: Start of all gates with ``l0_penalty``; others start from scores.
+        window: Latest tokens that a head with a window sees; None as for ``SwaConfig``.
+        context_tokens: Tokens the model is used with; None as for ``SwaConfig``.
+        calibration_tokens: Tokens for the scores that gates start from, and for the refit of W_O.
+        batch_size: Sequences of a step; None for 1,024 tokens.
+        seq_len: Tokens per sequence; None for 1,024, or four windows.
+        save_every: Steps between checkpoints; None for a tenth of all.
+    """
+
+    form: Form = Form.REMOVED
     attention: Names = ()
     unit: Unit | None = None
     target_heads: FractionOrCount | None = None
-    l0_penalty: Positive | None = None  # Voita et al. 2019, instead of a target
-    method: Method = Method.AUTO
+    keep_full: FractionOrCount | None = None
+    l0_penalty: Positive | None = None
     train: Train = Train.GATES
-    objective: Objective = Objective.AUTO
-    steps: Steps | None = None
-    epochs: Positive = 1.0  # without steps
-    batch_size: PositiveInt = 4
-    seq_len: Length = 256
-    gate_lr: Positive = 0.5
-    scale_lr: Positive = 0.02
+    window: Count | None = None
+    sinks: NonNegativeInt = 4
+    context_tokens: Length | None = None
+    calibration_tokens: Tokens = 16_384
+    steps: Steps = 100
+    batch_size: PositiveInt | None = None
+    seq_len: Length | None = None
+    gate_lr: Positive = 0.08
     weight_lr: Positive = 5e-5
     temperature: Positive = 2 / 3
     init_log_alpha: Annotated[float, Field(ge=-4.6, le=4.6)] = 3.0  # hard_concrete.BOUND
-    sparsity_warmup: Fraction = 0.75  # of the choosing, until the target is reached
-    finetune_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.6  # of the steps, heads chosen
     gradient_checkpointing: bool = False
     dtype: Dtype = Dtype.AUTO
     seed: Seed = 0
-    save_every: Steps | None = None  # a tenth of the steps
+    save_every: Steps | None = None
     report_to: Reporter = Reporter.NONE
 
     @model_validator(mode="after")
     def _fitting(self) -> TrainGatesConfig:
-        _exactly_one(self, "target_heads", "l0_penalty")
-        if self.method is Method.REFIT and self.l0_penalty is not None:
-            raise ValueError("l0_penalty goes with --method l0; give --target-heads")
-        if self.method is Method.REFIT and self.train is not Train.GATES:
-            raise ValueError("--method refit goes with --train gates")
-        if self.method is Method.REFIT and (idle := self._changed(*OF_L0)):
-            raise ValueError(f"{idle[0]} goes with --method l0")
-        if self.train is Train.GATES and self._changed("weight_lr"):
-            raise ValueError("weight_lr goes with --train attention or all")
+        if self.form is Form.REMOVED:
+            _exactly_one(self, "target_heads", "l0_penalty")
+            _refuse_layers(self.unit)
+        elif self.unit is not None:
+            _refuse_part_heads(self.unit)
         return self
 
-    def _changed(self, *names: str) -> list[str]:
-        """Return those of some settings that are no defaults."""
-        fields = TrainGatesConfig.model_fields
-        return [name for name in names if getattr(self, name) != fields[name].default]
 
-    @property
-    def leaves_method(self) -> bool:
-        """True if any method fits these settings, so that the best may be taken."""
-        free = self.method is Method.AUTO and self.train is Train.GATES
-        return free and not self._changed(*OF_L0)
+def _refuse_layers(unit: Unit | None) -> None:
+    if unit is Unit.LAYER:
+        raise ValueError("--unit layer goes with --form window; heads are removed by others")
+
+
+def _refuse_part_heads(unit: Unit) -> None:
+    if unit not in (Unit.KV_GROUP, Unit.LAYER):
+        raise ValueError("a window is of whole KV heads: give --unit kv-group or layer")
 
 
 class HealTrain(str, Enum):

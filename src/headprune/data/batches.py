@@ -40,7 +40,17 @@ from headprune.data.sequences import (
     tokenized_rows,
     translation_rows,
 )
-from headprune.data.text import MOST_HELD_OUT, Collate, Text, cut, lengths, longest_of, rows_of
+from headprune.data.text import (
+    MOST_HELD_OUT,
+    Collate,
+    Text,
+    cut,
+    lengths,
+    longest_of,
+    rows_of,
+    split,
+    split_windows,
+)
 from headprune.data.tokens import around, refuse_beyond
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.model.attention import attention_of
@@ -59,6 +69,7 @@ from headprune.model.loading import CLASSIFIERS, class_ids, task_of, vocabulary_
 from headprune.model.refusals import refuse_without_padding, refuse_without_text
 from headprune.tensors.draws import generator_for
 
+_ENOUGH = 4_096  # tokens held out to choose by, in eight rows at least
 _STEPS = 8  # of a pass over the text, at least
 _LOOKED_AT = 1_000  # texts whose mean length counts
 _EXAMPLES = 4  # of a step of healing, at least
@@ -81,6 +92,28 @@ class Batches(NamedTuple):
     of_step: int
     documents: NDArray[np.int64] | None = None
 
+    def split(self) -> tuple[Dataset, Dataset, Dataset]:
+        """Hold out a few rows to choose by and as many to report of, evenly over all texts.
+
+        Raises:
+            DataError: If there are too few rows.
+        """
+        rows, documents = self.rows, self.documents
+        enough = max(8, math.ceil(_ENOUGH / lengths(rows).mean()))
+        count = min(MOST_HELD_OUT, enough, len(rows) // 8)
+        if documents is None or not count:
+            parts = split(len(rows), len(rows) - 2 * count)
+        else:
+            parts = split_windows(documents, count)
+        if len(parts.fit) < self.of_step or not parts.report:
+            raise DataError(
+                f"The data makes {len(rows)} rows, too few to train in batches of {self.of_step} "
+                "and hold an eighth out to choose by, and an eighth to report of. Give more data, "
+                "or shorter sequences or smaller batches."
+            )
+        fit, choose, report = map(rows.select, parts)
+        return fit, choose, report
+
 
 def batches(
     objective: Objective,
@@ -102,7 +135,7 @@ def batches(
     modality = modality_of(net)
     if data.loss is Loss.ANSWERS and task != "causal-lm":
         raise DataError("loss=answers is of the chats of language models: leave it out.")
-    need = config.batch_size if isinstance(config, TrainGatesConfig) else 1
+    need = config.batch_size or 1 if isinstance(config, TrainGatesConfig) else 1
     if modality != "text":
         read = _of_images if modality == "images" else _of_recordings
         of_step = config.batch_size or _EXAMPLES * processes.count()
@@ -117,7 +150,7 @@ def batches(
     running_text = not examples.rows_are_documents
     if task in OF_SENTENCES and not running:
         examples = by_sentence(examples)
-    if seq_len < 2 and objective is Objective.LM and task == "causal-lm":
+    if seq_len < 2 and task == "causal-lm":
         raise DataError("--seq-len 1: there is nothing to predict in sequences of one token.")
     packed = objective is not Objective.TASK and not examples.rows_are_documents
     some = examples.spread(_most_rows(config, 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,16 +12,10 @@ from transformers import PreTrainedModel
 from headprune import devices
 from headprune.config import DataConfig, Dtype, HealConfig, HealTrain, Objective
 from headprune.context import Context
-from headprune.data.batches import Batches, batches
-from headprune.data.text import (
-    MOST_HELD_OUT,
-    Collate,
-    lengths,
-    split,
-    split_windows,
-)
+from headprune.data.batches import batches
+from headprune.data.text import Collate
 from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
-from headprune.errors import DataError, HeadpruneError
+from headprune.errors import HeadpruneError
 from headprune.formats.format import read_export
 from headprune.io.ownership import EXPORTED
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
@@ -34,8 +27,6 @@ from headprune.placements import in_shards
 from headprune.result.prune import whole
 from headprune.result.write import refuse_unprovable
 from headprune.surgery.edit import Edit
-
-_ENOUGH = 4_096  # tokens of them, in eight rows at least
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ def read_pair(
     reshard(student.net)
     context.stage("reading the data")
     text = batches(Objective.DISTILL, student.net, student.tokenizer, data, config)
-    read = (*_split(text), text.collate, text.of_step)
+    read = (*text.split(), text.collate, text.of_step)
     return Pair(student, matched, teacher, edit, stored, *read, conversion, bf16)
 
 
@@ -132,22 +123,3 @@ def _sizes(net: PreTrainedModel) -> str:
     if task == "features":
         words += f", with hidden states of {config.hidden_size:,} channels"
     return words
-
-
-def _split(text: Batches) -> tuple[Dataset, Dataset, Dataset]:
-    """Hold out a few rows to choose by and as many to report of, evenly over all texts."""
-    rows, documents = text.rows, text.documents
-    enough = max(8, math.ceil(_ENOUGH / lengths(rows).mean()))
-    count = min(MOST_HELD_OUT, enough, len(rows) // 8)
-    if documents is None or not count:
-        parts = split(len(rows), len(rows) - 2 * count)
-    else:
-        parts = split_windows(documents, count)
-    if len(parts.fit) < text.of_step or not parts.report:
-        raise DataError(
-            f"The data makes {len(rows)} rows, too few to train in batches of {text.of_step} and "
-            "hold an eighth out to choose by, and an eighth to report of. Give more data, or "
-            "shorter sequences or smaller batches."
-        )
-    fit, choose, report = map(rows.select, parts)
-    return fit, choose, report

@@ -141,15 +141,27 @@ def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Win
     return Window(size=size, sinks=config.sinks)
 
 
-def _text(model: Model, config: WindowConfig, window: Window, data: DataConfig) -> Sequences:
-    """Return sequences that are longer than the window; raise PlanError if they cannot be."""
-    most = most_tokens(model.net, model.tokenizer) or sys.maxsize
-    length = min(_SEQUENCE * window.size, most, config.seq_len or sys.maxsize)
+def sequence_of(
+    net: PreTrainedModel, tokenizer: Any, window: Window, seq_len: int | None = None
+) -> int:
+    """Return the tokens of a sequence that shows what lies beyond a window: four windows at most.
+
+    Raises:
+        PlanError: If the model takes none as long, or ``seq_len`` is too short.
+    """
+    most = most_tokens(net, tokenizer) or sys.maxsize
+    length = min(_SEQUENCE * window.size, most, seq_len or sys.maxsize)
     if length <= window.size + window.sinks + 1:
         raise PlanError(
             f"Sequences of {length:,} tokens show nothing beyond a window of {window.size:,} and "
             f"{window.sinks} sinks. Give a smaller --window or a larger --seq-len."
         )
+    return length
+
+
+def _text(model: Model, config: WindowConfig, window: Window, data: DataConfig) -> Sequences:
+    """Return sequences that are longer than the window; raise PlanError if they cannot be."""
+    length = sequence_of(model.net, model.tokenizer, window, config.seq_len)
     tokens = max(config.calibration_tokens, length)
     how = config.part(CalibrationConfig, seq_len=length, calibration_tokens=tokens)
     return calibration(model.net, model.tokenizer, data, how, "score").fit
@@ -192,7 +204,9 @@ def slopes(
         if not outputs.requires_grad:  # of the first layer: all weights are frozen
             outputs.requires_grad_()
         if not recomputing():
-            lost = outputs.detach()[:, sum(window) :] - windowed_outputs(call, window)
+            with torch.no_grad():
+                near = windowed_outputs(call, window)
+            lost = outputs.detach()[:, sum(window) :] - near
             outputs.register_hook(partial(seen, call.module, lost))
         return outputs
 
@@ -226,22 +240,21 @@ def windowed_outputs(
     takes its mask in numbers, all keys are masked instead.
     """
     (size, sinks), length = window, call.query.shape[2]
-    with torch.no_grad():
-        if call.mask is not None:
-            return call.masked(range(call.key.shape[1]), window)[:, sum(window) :]
-        parts, step = [], max(size, _LEAST_CHUNK)
-        for start in range(size + sinks, length, step):
-            stop, low = min(start + step, length), start - size + 1
-            i = torch.arange(start, stop, device=call.query.device)[:, None]
-            j = torch.arange(low, stop, device=call.query.device)
-            near = F.pad((j <= i) & (i - j < size), (sinks, 0), value=True)
-            key, value = (
-                torch.cat([states[:, :, :sinks], states[:, :, low:stop]], 2)
-                for states in (call.key, call.value)
-            )
-            part = replace(call, query=call.query[:, :, start:stop], key=key, value=value)
-            parts.append(part.outputs(near[None, None]))
-        return torch.cat(parts, 1)
+    if call.mask is not None:
+        return call.masked(range(call.key.shape[1]), window)[:, sum(window) :]
+    parts, step = [], max(size, _LEAST_CHUNK)
+    for start in range(size + sinks, length, step):
+        stop, low = min(start + step, length), start - size + 1
+        i = torch.arange(start, stop, device=call.query.device)[:, None]
+        j = torch.arange(low, stop, device=call.query.device)
+        near = F.pad((j <= i) & (i - j < size), (sinks, 0), value=True)
+        key, value = (
+            torch.cat([states[:, :, :sinks], states[:, :, low:stop]], 2)
+            for states in (call.key, call.value)
+        )
+        part = replace(call, query=call.query[:, :, start:stop], key=key, value=value)
+        parts.append(part.outputs(near[None, None]))
+    return torch.cat(parts, 1)
 
 
 def _squares(

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from headprune.gates.gates import Gates
 from headprune.model.batch import Batch, inputs_of, without_labels
 from headprune.model.embedding import Head
-from headprune.model.losses import blended
+from headprune.model.losses import divergence
 
 Loss = Callable[[nn.Module, Gates, Batch], Tensor]
 """Computes the loss of one batch, gated: a scalar."""
 
 
 def labelled(model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
-    """Return the model's own loss against ``batch["labels"]``: lm, mlm and task."""
+    """Return the model's own loss against ``batch["labels"]``, as Voita et al. 2019 train."""
     gates.sample(len(inputs_of(batch)))
     loss: Tensor = model(**batch).loss
     return loss
@@ -29,29 +29,24 @@ def labelled(model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
 class Distillation:
     """Divergence from the ungated model (see ``model.losses``).
 
+    Its slope by an open gate is zero, while that of the model's own loss is noise (Fisher's
+    identity): what is left is the effect of the heads.
+
     Args:
         head: Head of the model.
         teacher: The model to match; None for the trained model itself without gates, if its
             weights are frozen: that takes no memory.
-        own: Weight of the model's own loss against the labels.
-        bf16: Compute in bfloat16 (autocast).
     """
 
-    def __init__(
-        self, head: Head, teacher: nn.Module | None = None, own: float = 0.0, bf16: bool = False
-    ) -> None:
+    def __init__(self, head: Head, teacher: nn.Module | None = None) -> None:
         self.head = head
         self.teacher = teacher
-        self.own = own
-        self.bf16 = bf16
 
     def __call__(self, model: nn.Module, gates: Gates, batch: Batch) -> Tensor:
         """Return the loss of the gated model, averaged over real tokens."""
         inputs = without_labels(batch)
-        with torch.autocast(inputs_of(batch).device.type, torch.bfloat16, enabled=self.bf16):
-            gates.disable()
-            with torch.no_grad():
-                wanted = (self.teacher or model)(**inputs)
-            gates.sample(len(inputs_of(batch)))
-            outputs = model(**(batch if self.own else inputs))
-        return blended(outputs, wanted, batch, self.head, self.own)
+        gates.disable()
+        with torch.no_grad():
+            wanted = (self.teacher or model)(**inputs)
+        gates.sample(len(inputs_of(batch)))
+        return divergence(model(**inputs), wanted, batch, self.head)

@@ -6,13 +6,13 @@
 
 CoFi and LLM-Shearing climb the multipliers of ``l1 (s - t) + l2 (s - t)^2`` by gradient ascent.
 They lag behind the gates and overshoot, which in a few hundred steps costs more than the heads do.
-Here the constraint is solved: after every optimiser step all ``log_alpha`` move by the one ``-mu``
-that puts the expected count on the target. ``log_alpha`` stays within ``hard_concrete.BOUND``, and
-``P`` counts from 0 to 1 between these bounds, so that every target can be met. The target falls
-linearly during a warm-up.
+Here the constraint is solved: after every optimiser step each ``log_alpha`` moves by ``-mu size``,
+with the one ``mu`` that puts the expected count on the target. ``log_alpha`` stays within
+``hard_concrete.BOUND``, and ``P`` counts from 0 to 1 between these bounds, so that every target can
+be met.
 
-**Penalty.** Voita et al. 2019 (eq. 8): lambda times the expected number of open heads, here per
-attention module. The count at the end follows from lambda.
+**Penalty.** Voita et al. 2019 (eq. 8): lambda times the expected number of open heads. The count
+at the end follows from lambda.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from headprune.gates.gates import Gates
 from headprune.tensors import hard_concrete
 from headprune.tensors.selection import keep_best
 
+_EPS = 1e-6  # of a probability, in the code of Voita et al.
 _PARTS, _ROUNDS = 64, 4  # of an interval at a time: the rest of it is beyond float32
 
 
@@ -45,16 +46,12 @@ class Sparsity(ABC):
         """Return a term of the loss."""
 
     @abstractmethod
-    def after_step(self, gates: Gates, done: float) -> None:
-        """Correct the gates after an optimiser step; ``done`` is the fraction of the choosing."""
+    def after_step(self, gates: Gates) -> None:
+        """Correct the gates after an optimiser step."""
 
     @abstractmethod
     def choice(self, gates: Gates) -> list[int]:
         """Return the units that stay."""
-
-    def target(self, done: float) -> float | None:
-        """Return the target of the expected number of open heads, if there is one."""
-        return None
 
 
 class HeadTarget(Sparsity):
@@ -62,58 +59,67 @@ class HeadTarget(Sparsity):
 
     Args:
         heads: Query heads to keep; some set of units must add up to it.
-        sizes: Query heads per unit.
-        warmup: Fraction of the choosing until the target has fallen to this number.
+        of_module: Units of every module, where each must keep one; None where one may lose all.
     """
 
-    def __init__(self, heads: int, sizes: Sequence[int], warmup: float) -> None:
+    def __init__(self, heads: int, of_module: Sequence[int] | None = None) -> None:
         self.heads = heads
-        self.warmup = warmup
-        self._total = sum(sizes)
+        self.of_module = of_module
 
     def penalty(self, gates: Gates) -> float:
         """Return 0: the multiplier acts after the step."""
         return 0.0
 
-    def target(self, done: float) -> float:
-        """Return the target of open heads: linear from all to the final count over the warm-up."""
-        share = min(1.0, done / self.warmup) if self.warmup else 1.0
-        return self._total - (self._total - self.heads) * share
-
     @torch.no_grad()
-    def after_step(self, gates: Gates, done: float) -> None:
+    def after_step(self, gates: Gates) -> None:
         """Shift all gates by the multiplier that meets the target."""
-        _bound(gates, gates.log_alpha - multiplier(gates, self.target(done)))
+        _bound(gates, gates.log_alpha - multiplier(gates, self.heads) * _relative(gates.sizes))
 
     def choice(self, gates: Gates) -> list[int]:
         """Return the most open units that add up to the heads that stay."""
-        return keep_best(gates.log_alpha.tolist(), gates.unit_sizes, self.heads)
+        return best_units(gates.log_alpha.detach(), gates.unit_sizes, self.heads, self.of_module)
+
+
+def best_units(
+    scores: Float[Tensor, " units"],
+    sizes: Sequence[int],
+    heads: int,
+    of_module: Sequence[int] | None = None,
+) -> list[int]:
+    """Return the best units that add up to ``heads``; arguments as of ``HeadTarget``."""
+    if of_module is not None:  # the best of every module before all others
+        parts = scores.clone().split(list(of_module))
+        for part in filter(len, parts):
+            part[part.argmax()] += scores.max() - scores.min() + 1
+        scores = torch.cat(parts)
+    return keep_best(scores.tolist(), sizes, heads)
 
 
 class ConstantPenalty(Sparsity):
     """Voita's constant lambda.
 
     Args:
-        strength: lambda, per expected open head and attention module.
-        modules: Number of attention modules.
+        strength: lambda, per expected open head.
     """
 
-    def __init__(self, strength: float, modules: int) -> None:
+    def __init__(self, strength: float) -> None:
         self.strength = strength
-        self.modules = modules
 
     def penalty(self, gates: Gates) -> Tensor:
-        """Return lambda times the mean over modules of the expected number of open heads."""
-        return self.strength * (gates.open_probability() * gates.sizes).sum() / self.modules
+        """Return lambda times the expected number of open heads.
 
-    @torch.no_grad()
-    def after_step(self, gates: Gates, done: float) -> None:
-        """Hold the gates in their bounds."""
-        _bound(gates, gates.log_alpha)
+        As in the code of Voita et al. (``ConcreteGate.get_penalty``) probabilities are clamped, and
+        ``log_alpha`` is not.
+        """
+        open_heads = gates.open_probability().clamp(_EPS, 1 - _EPS) * gates.sizes
+        return self.strength * open_heads.sum()
+
+    def after_step(self, gates: Gates) -> None:
+        """Leave the gates as they are: the penalty has moved them."""
 
     def choice(self, gates: Gates) -> list[int]:
         """Return the units whose gate at test time is not zero."""
-        return gates.values().nonzero().flatten().tolist()
+        return hard_concrete.value(gates.log_alpha).nonzero().flatten().tolist()
 
 
 def _bound(gates: Gates, log_alpha: Tensor) -> None:
@@ -121,18 +127,23 @@ def _bound(gates: Gates, log_alpha: Tensor) -> None:
     gates.log_alpha.copy_(log_alpha.clamp(-hard_concrete.BOUND, hard_concrete.BOUND))
 
 
-def multiplier(gates: Gates, target: float) -> Float[Tensor, ""]:
-    """Return ``mu`` with ``sum size share(clamp(log_alpha - mu)) = target``.
+def _relative(sizes: Float[Tensor, " units"]) -> Float[Tensor, " units"]:
+    """Return sizes over their mean: all 1 where they are equal."""
+    return sizes / sizes.mean()
+
+
+def multiplier(gates: Gates, target: int) -> Float[Tensor, ""]:
+    """Return ``mu`` with ``sum size share(clamp(log_alpha - mu size / mean size)) = target``.
 
     The count falls as ``mu`` grows: an interval is narrowed, without asking the device.
     """
     log_alpha, sizes = gates.log_alpha.detach(), gates.sizes
-    bound = hard_concrete.BOUND
-    low, high = log_alpha.min() - bound, log_alpha.max() + bound
+    bound, relative = hard_concrete.BOUND, _relative(sizes)
+    low, high = ((log_alpha - bound) / relative).min(), ((log_alpha + bound) / relative).max()
     parts = torch.linspace(0, 1, _PARTS + 1, device=log_alpha.device)
     for _ in range(_ROUNDS):
         places = torch.lerp(low, high, parts)
-        shifted = (log_alpha - places[:, None]).clamp(-bound, bound)
+        shifted = (log_alpha - places[:, None] * relative).clamp(-bound, bound)
         above = hard_concrete.open_share(shifted, gates.temperature) @ sizes > target
         last = above.sum()[None].clamp(max=_PARTS)  # places above the target come before it
         low, high = places.take((last - 1).clamp(min=0))[0], places.take(last)[0]

@@ -1,48 +1,62 @@
-"""headprune train-gates: gates on every head, trained to an exact count."""
+"""headprune train-gates: hard-concrete gates that choose heads, trained to an exact count.
+
+Scores say where gates start. What they are trained on is the divergence of the gated model from
+itself without gates. Of the choices at checkpoints, and that of the scores, the one is written that
+is nearest to the original on held-out text.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from datasets import Dataset, concatenate_datasets
+from jaxtyping import Float
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune import devices, processes
 from headprune._version import __version__
 from headprune.config import (
-    MOST_STEPS,
     CalibrationConfig,
     DataConfig,
     Dtype,
-    Method,
+    Form,
     Objective,
     Resuming,
+    ScoreConfig,
     Train,
     TrainGatesConfig,
+    WindowConfig,
 )
 from headprune.context import Context
-from headprune.data.batches import batches, calibration
+from headprune.data.batches import Batches, batches, calibration
+from headprune.data.far import far_rows
 from headprune.data.text import Sequences
-from headprune.errors import DataError, HeadpruneError
-from headprune.evidence.score import words_of
+from headprune.data.tokens import around
+from headprune.errors import DataError, HeadpruneError, PlanError
+from headprune.evidence.score import scores_on
+from headprune.evidence.windows import candidates, sequence_of, window_of, window_scores
+from headprune.gates.forms import Correlation, narrowed, predicted
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, Loss, labelled
-from headprune.gates.refitted import can_refit, choose_and_refit, original_of, output_weights
-from headprune.gates.sparsity import ConstantPenalty, HeadTarget, Sparsity
+from headprune.gates.sparsity import ConstantPenalty, HeadTarget, Sparsity, best_units
 from headprune.gates.trainer import GateCallback, GatedModel, GateTrainer, freeze
 from headprune.io.outputs import whole_folder
-from headprune.model.attention import of_kinds, refuse_unknown_kinds
+from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
 from headprune.model.batch import modality_of, most_tokens
 from headprune.model.embedding import head_of
-from headprune.model.gating import gated
+from headprune.model.gating import GateSource, gated, open_elsewhere
 from headprune.model.loading import CLASSIFIERS
-from headprune.model.losses import OWN_SHARE, recompute_activations
+from headprune.model.losses import recompute_activations
 from headprune.model.open import Model, open_model
 from headprune.model.placement import refuse_to_shard
 from headprune.model.refusals import refuse_without_text
@@ -51,12 +65,15 @@ from headprune.model.units import (
     head_budget,
     leaves_ragged,
     refuse_target,
-    unit_sizes,
 )
 from headprune.placements import in_shards
+from headprune.planning.windows import full_units
 from headprune.resuming import CONFIG, Run, claimed_run
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.gates import GatesMetadata, write_gates
+from headprune.schemas.gates import GatesMetadata, Judgement, write_gates
+from headprune.schemas.records import Window
+from headprune.surgery.refit import refit
+from headprune.tensors.units import Unit, members
 from headprune.training import (
     refuse_missing_reporter,
     stop_on_interrupt,
@@ -65,6 +82,9 @@ from headprune.training import (
 )
 
 _AGAIN = "Continue with the same command and --resume."
+_CRITERIA = ("compensated", "reconstruction")  # the second needs no labels
+_FAR = 3  # rows of text per row that asks for what lies far back
+_SETTLES = 0.2  # share of the steps that weights train on, once the heads are chosen
 
 
 @dataclass(frozen=True)
@@ -81,6 +101,23 @@ class GatesRun:
     output: Path
     metadata: GatesMetadata
     ragged: bool
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where gates start, and what they do.
+
+    Attributes:
+        acting: Returns a context in which the gates of a source act.
+        scores: Scores of the units; None to start with equal gates.
+        examples: Text to refit W_O on; None without a refit.
+        window: What closed gates leave; None where heads go.
+    """
+
+    acting: Callable[[GateSource], AbstractContextManager[None]]
+    scores: Float[Tensor, " units"] | None = None
+    examples: Sequences | None = None
+    window: Window | None = None
 
 
 def train_gates(
@@ -111,7 +148,7 @@ def train_gates(
         Interrupted: After Ctrl-C; a checkpoint has been written.
         TrainingError: If a number is not finite.
     """
-    processes.share_of(config.batch_size)
+    processes.share_of(config.batch_size or processes.count())
     if in_shards():
         _refuse_to_shard(config)
     if not processes.is_main():
@@ -127,13 +164,26 @@ def train_gates(
         refuse(opened, context)
         net, source = opened.net, opened.identity  # the fingerprint, before weights change
         refuse_without_text(net, "train-gates")
-        attentions = of_kinds(opened.attentions, config.attention)
-        unit = config.unit or default_unit(attentions)
-        config = config.model_copy(update={"unit": unit})
-        trainer = _trained(run, opened, attentions, data, config, rerun.resume, context)
-        about = {"model": source, "unit": unit, "data": data.source}
-        metadata = processes.on_main(lambda: _finish(output, run, trainer, attentions, about))
-        return GatesRun(output, metadata, ragged=leaves_ragged(attentions, unit))
+        removes = config.form is Form.REMOVED
+        attentions = of_kinds(opened.attentions, config.attention) if removes else candidates(net)
+        usual = default_unit(attentions) if removes else Unit.KV_GROUP
+        config = config.model_copy(update={"unit": config.unit or usual})
+        trained = _trained(run, opened, attentions, data, config, rerun.resume, context)
+        about = {"model": source, "unit": config.unit, "data": data.source}
+        metadata = processes.on_main(lambda: _finish(output, run, trained, attentions, about))
+        ragged = removes and leaves_ragged(attentions, metadata.unit)
+        return GatesRun(output, metadata, ragged)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """Trained gates: their trainer, and what is written beside them."""
+
+    trainer: GateTrainer
+    window: Window | None
+    judgement: Judgement | None
+    weights: dict[str, Tensor]
+    refitted: bool
 
 
 def _trained(
@@ -144,24 +194,26 @@ def _trained(
     config: TrainGatesConfig,
     resume: bool,
     context: Context,
-) -> GateTrainer:
-    """Train the gates; the trainer holds them."""
-    context.stage("reading the data")
-    net, unit = model.net, config.unit
+) -> _Trained:
+    """Train the gates, choose, and refit W_O."""
+    net, unit, removes = model.net, config.unit, config.form is Form.REMOVED
     assert unit is not None
-    examples = _calibration(model, data, config)
-    if config.method is Method.AUTO:
-        fit = examples is not None and can_refit(net, examples)
-        config = config.model_copy(update={"method": Method.REFIT if fit else Method.L0})
-    config = config.model_copy(update={"objective": _objective(config, model, data)})
-    refitting = config.method is Method.REFIT
-    gates = Gates(attentions, unit, config.init_log_alpha, config.temperature)
+    gates = Gates(attentions, unit, config.init_log_alpha, config.temperature, by_heads=removes)
+    sparsity = _sparsity(config, net, attentions, gates)
+    start = (_removal if removes else _narrowing)(model, attentions, data, config, context)
+    context.stage("reading the data")
+    text, choose, report = _rows(model, data, config, start)
+    judged = config.train is Train.GATES and config.l0_penalty is None
+    by_scores = None
+    if start.scores is not None:
+        of_module = sparsity.of_module if isinstance(sparsity, HeadTarget) else None
+        by_scores = best_units(start.scores, gates.unit_sizes, sparsity.heads, of_module)
+        gates.start_from(start.scores, len(by_scores))
+        sparsity.after_step(gates)
+    gates.record(0.0)
+    gates.draws = 1 if start.examples is not None else None  # all make up for the same heads
     gates.to(devices.chosen())  # Trainer moves no model that is in shards
-    sparsity = _sparsity(config, unit_sizes(attentions, unit), len(attentions))
-    text = batches(config.objective, net, model.tokenizer, data, config, running=True)
-    steps = _steps(config, len(text.rows))
-    refitted = output_weights(model.attentions) if refitting else []
-    loss = _loss(net, config, refitted)
+    loss = _loss(net, config)
     freeze(net, attentions, config.train)
     if config.gradient_checkpointing:
         recompute_activations(net)
@@ -170,78 +222,252 @@ def _trained(
     trainer = GateTrainer(
         config,
         sparsity,
-        0 if refitting else round(steps * (1 - config.finetune_fraction)),
-        GatedModel(net, gates, loss, refitted),
+        None if config.train is Train.GATES else math.ceil(config.steps * (1 - _SETTLES)),
+        choose if judged else None,
+        GatedModel(net, gates, loss),
         remedies=_remedies(config),
         args=training_arguments(
-            run, steps, config.batch_size, config.seed, config.save_every, max_grad_norm=1.0
+            run, config.steps, text.of_step, config.seed, config.save_every, max_grad_norm=1.0
         ),
         train_dataset=text.rows,
         data_collator=text.collate,
     )
-    if refitting and not (resume and processes.on_main(run.newest)):
-        assert examples is not None
-        _announce(context, examples.tokens, config, steps)
-        words = words_of(model, data)
-        choose_and_refit(net, attentions, gates, sparsity.heads, examples, words, context)
-    context.stage("training")
-    with gated(attentions, gates.source), stop_on_interrupt() as stopped:
+    with start.acting(gates.source), stop_on_interrupt() as stopped:
+        trainer.before = math.inf
+        if judged and by_scores is not None:
+            context.stage("measuring the choice by scores")
+            trainer.before = trainer.divergence = trainer.divergence_of(by_scores, choose)
+        context.stage("training")
         callback = GateCallback(trainer, context.step, stopped.is_set)
         train(trainer, run, callback, config.report_to, resume, _AGAIN)
-    return trainer
+        judgement = None
+        if judged:
+            course = gates.course.clone()
+            step = trainer.take_best()
+            gates.course.copy_(course)  # whole, not up to the best checkpoint
+            if by_scores is not None:
+                judgement = _judge(trainer, step, by_scores, choose, report)
+                if not step:
+                    gates.choose(by_scores)
+        if not gates.chosen:
+            gates.choose(sparsity.choice(gates))
+    changed = set[int]()
+    if start.examples is not None:
+        context.stage("refitting")
+        processes.on_main(partial(_refit, net, attentions, gates, start.examples, context))
+        changed = set(map(id, _output_weights(model.attentions)))
+    weights = {
+        name: weight.detach().cpu().contiguous()
+        for name, weight in net.named_parameters()
+        if weight.requires_grad or id(weight) in changed
+    }
+    return _Trained(trainer, start.window, judgement, weights, bool(changed))
 
 
-def _announce(context: Context, tokens: int, config: TrainGatesConfig, steps: int) -> None:
-    """Say how long the refit takes: about five passes over the text.
-
-    A step passes forward, backward and through the original: four passes over its batch.
-    """
-    worth = math.ceil(5 * tokens / (4 * config.batch_size * config.seq_len))
-    context.line(
-        f"First heads are chosen and W_O is refitted on {tokens:,} tokens, which takes about as "
-        f"long as {worth:,} steps of training; {steps:,} follow. --method l0 goes without."
+def _judge(
+    trainer: GateTrainer, step: int, by_scores: list[int], choose: Dataset, report: Dataset
+) -> Judgement:
+    """Return how far the choices by scores and by gates are from the original."""
+    by_gates, before = trainer.sparsity.choice(trainer.gates), trainer.before
+    of_gates = trainer.divergence_of(by_gates, choose)
+    first = trainer.divergence_of(by_scores, report)
+    return Judgement(
+        taken_after=step,
+        exchanged=len({*by_gates} - {*by_scores}),
+        choose=(before, of_gates),
+        report=(first, trainer.divergence_of(by_gates, report)),
     )
 
 
-def _calibration(model: Model, data: DataConfig, config: TrainGatesConfig) -> Sequences | None:
-    """Return text to choose heads on before any step, where the method is or may be refit."""
-    may = config.leaves_method and model.task == "causal-lm" and not in_shards()
-    if config.method is not Method.REFIT and not may:
-        return None
-    usual, tokenizer = CalibrationConfig().seq_len, model.tokenizer
-    length = min(usual, most_tokens(model.any_net, tokenizer) or usual)
-    sizes = CalibrationConfig(seq_len=length, seed=config.seed)
-    try:
-        return calibration(model.net, tokenizer, data, sizes, "train-gates").fit
-    except DataError as error:
-        if config.method is Method.REFIT:
-            raise DataError(f"{error} Or use --method l0.") from None
-        return None  # too short for it, and maybe not for shorter sequences
+def _sparsity(
+    config: TrainGatesConfig, net: PreTrainedModel, attentions: list[Attention], gates: Gates
+) -> Sparsity:
+    """Return what closes gates: the budget, or a constant penalty."""
+    if config.l0_penalty is not None:
+        return ConstantPenalty(config.l0_penalty)
+    if config.form is Form.WINDOW:
+        kept = 0.5 if config.keep_full is None else config.keep_full
+        return HeadTarget(full_units(kept, len(gates.unit_sizes), gates.unit is Unit.LAYER))
+    assert config.target_heads is not None
+    counts = [len(members(gates.unit, a.group_sizes)) for a in attentions]
+    of_module = counts if family_of(net.config).keeps_a_head else None
+    return HeadTarget(head_budget(config.target_heads, gates.unit_sizes), of_module)
 
 
-def _loss(net: PreTrainedModel, config: TrainGatesConfig, refitted: Sequence[nn.Parameter]) -> Loss:
+def _removal(
+    model: Model,
+    attentions: list[Attention],
+    data: DataConfig,
+    config: TrainGatesConfig,
+    context: Context,
+) -> Start:
+    """Start gates of removal from scores, and have other heads make up for those that close.
+
+    Too little text for either leaves equal gates. So do the setting of Voita et al. and shards.
+    """
+    equal, net = Start(partial(gated, attentions)), model.net
+    if config.l0_penalty is not None or in_shards():
+        return equal
+    length = min(CalibrationConfig().seq_len, most_tokens(model.any_net, model.tokenizer) or 2**31)
+    with _in_float32(net):
+        for criterion in _CRITERIA:
+            how = config.part(ScoreConfig, criterion=(criterion,), seq_len=length, batch_size=4)
+            try:
+                scores, statistics = scores_on(model, how, data, context)
+                break
+            except (DataError, PlanError):
+                continue
+        else:
+            context.line(
+                "too little text for scores: all gates start equal, and W_O stays as it is"
+            )
+            return equal
+    values = scores.scores[criterion].float()
+    if config.train is not Train.GATES or not scores.metadata.refits:
+        return Start(equal.acting, values)
+    device = devices.chosen()
+    others = [
+        Correlation.of(part, attention, device)
+        for part, attention in zip(statistics, attentions, strict=True)
+    ]
+    fit = calibration(net, model.tokenizer, data, how, "train-gates").fit
+    return Start(partial(predicted, attentions, correlations=others), values, fit)
+
+
+def _narrowing(
+    model: Model,
+    attentions: list[Attention],
+    data: DataConfig,
+    config: TrainGatesConfig,
+    context: Context,
+) -> Start:
+    """Start gates of windows from their scores."""
+    assert config.unit is not None
+    half = config.calibration_tokens // 2  # as many of prompts
+    how = config.part(WindowConfig, batch_size=4, calibration_tokens=half, unit=config.unit)
+    window = window_of(model.net, model.tokenizer, how)
+    acting = partial(narrowed, attentions, window=(window.size, window.sinks))
+    scores = window_scores(model, how, data, context)
+    return Start(acting, scores.scores["window"].float(), window=window)
+
+
+def _rows(
+    model: Model, data: DataConfig, config: TrainGatesConfig, start: Start
+) -> tuple[Batches, Dataset, Dataset]:
+    """Return what gates are trained on, and rows to choose by and to report of."""
+    net, tokenizer = model.net, model.tokenizer
+    window = start.window
+    if window is not None:
+        length = sequence_of(net, tokenizer, window, config.seq_len)
+        config = config.model_copy(update={"seq_len": length})
+    objective = Objective.DISTILL if config.l0_penalty is None else _natural(model, data)
+    text = batches(objective, net, tokenizer, data, config, running=True)
+    if config.l0_penalty is not None or config.train is not Train.GATES:
+        return text, text.rows, text.rows
+    fit, choose, report = text.split()
+    if window is not None:
+        first, edge = len(around(tokenizer).before), (window.size, window.sinks)
+        fit, choose, report = (
+            _with_far(part, far_rows(part["input_ids"], tokenizer, edge, first, seed), share)
+            for part, seed, share in ((fit, config.seed, _FAR), (choose, 1, 1), (report, 2, 1))
+        )
+
+        def collate(features: list[dict[str, Any]]) -> Any:
+            columns = {name: torch.tensor([f[name] for f in features]) for name in features[0]}
+            return {**columns, "use_cache": False}
+
+        text = text._replace(collate=collate)
+    return text._replace(rows=fit), choose, report
+
+
+def _with_far(rows: Dataset, far: list[dict[str, list[int]]], share: int) -> Dataset:
+    """Mix rows of text with those that ask for what lies far back, one in ``share`` and one."""
+    ids = rows["input_ids"]
+    text = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    few = far[: max(1, len(text) // share)]
+    return concatenate_datasets([text, Dataset.from_list(few)]) if few else text
+
+
+def _loss(net: PreTrainedModel, config: TrainGatesConfig) -> Loss:
     """Return the loss; a teacher is the model as it is now."""
-    if config.objective not in (Objective.DISTILL, Objective.LM_DISTILL):
+    if config.l0_penalty is not None:
         return labelled
-    changed = refitted if config.train is Train.GATES else net.parameters()
-    own = OWN_SHARE if config.objective is Objective.LM_DISTILL else 0.0
-    in_float32 = config.dtype is Dtype.AUTO and net.dtype is torch.float32
-    bf16 = config.method is Method.REFIT and in_float32 and devices.computes_bfloat16()
-    return Distillation(head_of(net), original_of(net, changed), own, bf16)
+    changed = () if config.train is Train.GATES else net.parameters()
+    return Distillation(head_of(net), original_of(net, changed))
+
+
+def original_of(net: PreTrainedModel, changed: Iterable[nn.Parameter]) -> nn.Module | None:
+    """Return a copy that shares all weights but the changed ones; None if none changes."""
+    changing = {id(weight) for weight in changed}
+    if not changing:
+        return None
+    shared = {id(p): p for p in net.parameters() if id(p) not in changing}
+    original: nn.Module = copy.deepcopy(net, shared)
+    return original.requires_grad_(False)
+
+
+def _natural(model: Model, data: DataConfig) -> Objective:
+    """Return the model's own loss.
+
+    Raises:
+        HeadpruneError: If the data has no labels for it.
+    """
+    of_task = {"causal-lm": Objective.LM, "seq2seq-lm": Objective.LM, "masked-lm": Objective.MLM}
+    if model.task in of_task:
+        return of_task[model.task]
+    labelled = data.label_column or modality_of(model.net) == "sound"
+    if model.task == "ctc" or (labelled and model.task in (*CLASSIFIERS, "token-classification")):
+        return Objective.TASK
+    raise HeadpruneError(
+        f"l0_penalty trains on the model's own loss, and {type(model.net).__name__} has none on "
+        "this data: name the --label-column, or give --target-heads, which needs no labels."
+    )
+
+
+def _refit(
+    net: PreTrainedModel,
+    attentions: Sequence[Attention],
+    gates: Gates,
+    examples: Sequences,
+    context: Context,
+) -> None:
+    """Refit every W_O to the heads that stay."""
+    of_head = gates.values().detach()[gates.unit_of_head].cpu()
+    rows = of_head.split([attention.query_heads for attention in attentions])
+    every = attention_of(net)
+    with _in_float32(net):
+        refit(net, every, open_elsewhere(every, attentions, rows), examples.whole(), context.step)
+
+
+def _output_weights(attentions: Sequence[Attention]) -> list[nn.Parameter]:
+    """Return every W_O and its bias: the weights that a refit changes."""
+    some = (a for a in attentions if a.query_heads)
+    return [weight for a in some for weight in a.output_projection.parameters()]
+
+
+@contextmanager
+def _in_float32(net: PreTrainedModel) -> Iterator[None]:
+    """Hold weights of half precision in float32 for a time: least squares need it."""
+    half = [p for p in net.parameters() if p.dtype in (torch.bfloat16, torch.float16)]
+    before = [weight.dtype for weight in half]
+    for weight in half:
+        weight.data = weight.data.float()
+    try:
+        yield
+    finally:
+        for weight, dtype in zip(half, before, strict=True):
+            weight.data = weight.data.to(dtype)
 
 
 def _refuse_to_shard(config: TrainGatesConfig) -> None:
-    """Refuse what changes weights, which cannot be split over processes.
+    """Refuse what needs whole weights or heads, which shards split.
 
     Raises:
         HeadpruneError: With the reason, and another way.
     """
     refuse_to_shard()
-    if config.method is Method.REFIT:
-        raise HeadpruneError(
-            "--method refit changes output projections, and --shard leaves weights as they are. "
-            "Use --method l0, or leave out --shard."
-        )
+    if config.form is Form.WINDOW:
+        raise HeadpruneError("--form window reads whole heads: leave out --shard.")
     if config.train is not Train.GATES:
         raise HeadpruneError(
             f"--shard leaves weights as they are, and --train {config.train.value} changes them. "
@@ -249,97 +475,52 @@ def _refuse_to_shard(config: TrainGatesConfig) -> None:
         )
 
 
-def _steps(config: TrainGatesConfig, rows: int) -> int:
-    steps = config.steps or math.ceil(config.epochs * rows / config.batch_size)
-    if steps > MOST_STEPS:
-        raise HeadpruneError(
-            f"epochs {config.epochs:g} of {rows:,} rows are {steps:,} steps, and no more than "
-            f"{MOST_STEPS:,} are made. Give fewer, or --steps."
-        )
-    return steps
-
-
 def _remedies(config: TrainGatesConfig) -> tuple[str, str]:
     """Return advice where a number is not finite: before, and after training."""
     half = config.dtype in (Dtype.FLOAT16, Dtype.BFLOAT16)
     precision = "compute with --config dtype=float32, " if half else ""
-    hidden = "give text with tokens to mask, " if config.objective is Objective.MLM else ""
-    rates = ["scale_lr"] if config.method is not Method.L0 else ["gate_lr", "scale_lr"]
-    rates += ["weight_lr"] if config.train is not Train.GATES else []
+    rates = "gate_lr" if config.train is Train.GATES else "gate_lr or weight_lr"
     return (
-        f"Nothing was trained yet: {precision}{hidden}or look at the model with "
-        "'headprune evaluate'.",
-        f"Lower {' or '.join(rates)}, {precision}{hidden}and start anew with --overwrite.",
+        f"Nothing was trained yet: {precision}or look at the model with 'headprune evaluate'.",
+        f"Lower {rates}, {precision}and start anew with --overwrite.",
     )
-
-
-def _sparsity(config: TrainGatesConfig, sizes: list[int], modules: int) -> Sparsity:
-    if config.target_heads is not None:
-        return HeadTarget(head_budget(config.target_heads, sizes), sizes, config.sparsity_warmup)
-    assert config.l0_penalty is not None
-    return ConstantPenalty(config.l0_penalty, modules)
-
-
-def _objective(config: TrainGatesConfig, model: Model, data: DataConfig) -> Objective:
-    wanted = config.objective
-    of_task = {"causal-lm": Objective.LM, "seq2seq-lm": Objective.LM, "masked-lm": Objective.MLM}
-    natural = of_task.get(model.task, Objective.DISTILL)
-    labelled = data.label_column or modality_of(model.net) == "sound"
-    if model.task == "ctc" or (labelled and model.task in (*CLASSIFIERS, "token-classification")):
-        natural = Objective.TASK
-    possible = [natural, Objective.DISTILL]
-    possible += [Objective.LM_DISTILL] if natural is Objective.LM else []
-    if wanted is Objective.AUTO:
-        both = config.method is Method.REFIT and natural is Objective.LM
-        return Objective.LM_DISTILL if both else natural
-    if wanted not in possible:
-        without = " without --label-column" if wanted is Objective.TASK else ""
-        listed = " or ".join(dict.fromkeys(each.value for each in possible))
-        raise HeadpruneError(
-            f"objective {wanted.value} does not fit {type(model.net).__name__}{without}; use "
-            f"{listed}."
-        )
-    return wanted
 
 
 def _finish(
     output: Path,
     run: Run,
-    trainer: GateTrainer,
+    trained: _Trained,
     attentions: list[Attention],
     about: dict[str, Any],
 ) -> GatesMetadata:
     """Write the gates folder, and remove the checkpoints."""
-    gates, config, module = trainer.gates.cpu(), trainer.config, trainer.model
-    refitted = set(map(id, module.refitted))
-    weights = {
-        name: weight.detach().cpu().contiguous()
-        for name, weight in module.model.named_parameters()
-        if weight.requires_grad or id(weight) in refitted
-    }
+    trainer = trained.trainer
+    gates, config = trainer.gates.cpu(), trainer.config
     metadata = GatesMetadata(
         headprune_version=__version__,
         **about,
-        method=config.method,
-        objective=config.objective.value,
+        form=config.form,
+        window=trained.window,
         temperature=gates.temperature,
         modules=tuple(a.path for a in attentions),
         heads=tuple(tuple(a.query_ids) for a in attentions),
         group_sizes=tuple(tuple(a.group_sizes) for a in attentions),
-        query_heads=int(gates.sizes.sum()),
-        kept_heads=int((gates.sizes * gates.kept).sum()),
+        query_heads=sum(a.query_heads for a in attentions),
+        kept_heads=int(torch.bincount(gates.unit_of_head).mul(gates.kept).sum()),
         steps=trainer.state.global_step,
         final_loss=trainer.last_loss,
-        trained_weights=bool(weights),
+        judgement=trained.judgement,
+        refitted=trained.refitted,
+        trained_weights=bool(trained.weights),
         seed=config.seed,
     )
     tensors = {
         "log_alpha": gates.log_alpha.detach(),
-        "value": gates.values().detach(),
         "kept": gates.kept,
+        "course": gates.course,
     }
     with whole_folder(output) as folder:
-        metadata = write_gates(folder, metadata, tensors, weights or None)
+        metadata = write_gates(folder, metadata, tensors, trained.weights or None)
         shutil.copyfile(run.folder / CONFIG, folder / CONFIG)
         trainer.write_history(folder)
     run.remove()

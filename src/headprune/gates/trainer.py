@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerState
 
+from headprune import processes
 from headprune.config import Train, TrainGatesConfig
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Loss
-from headprune.gates.optimizer import GateOptimizer
 from headprune.gates.sparsity import Sparsity
 from headprune.model.batch import Batch
 from headprune.model.losses import LossModule
+from headprune.model.placement import on_device, reshard
 from headprune.runtime.modeling_headprune import Attention
 from headprune.training import HistoryCallback, ResumableTrainer
 
 
 class GatedModel(LossModule):
-    """A model, its gates, and the loss.
+    """A model, its gates, and the loss."""
 
-    Attributes:
-        refitted: Weights that change before the first step, and not after it.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        gates: Gates,
-        loss: Loss,
-        refitted: Sequence[nn.Parameter] = (),
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, gates: Gates, loss: Loss) -> None:
         super().__init__()
         self.model = model
         self.gates = gates
-        self.refitted = refitted
         self._loss = loss
         self.config = model.config
 
@@ -47,12 +38,9 @@ class GatedModel(LossModule):
         return self._loss(self.model, self.gates, batch)
 
     def trained_state(self) -> dict[str, Tensor]:
-        """Return the gates, and the trained or refitted weights, by name."""
-        refitted = set(map(id, self.refitted))
-        weights = {n: p.detach() for n, p in self.named_parameters() if id(p) in refitted}
+        """Return the gates and the trained weights, by name."""
         state = self.gates.state_dict() | {"chosen": self.gates.chosen}
-        gates = {f"gates.{name}": tensor for name, tensor in state.items()}
-        return super().trained_state() | weights | gates
+        return super().trained_state() | {f"gates.{name}": state[name] for name in state}
 
 
 def freeze(model: PreTrainedModel, attentions: list[Attention], train: Train) -> None:
@@ -64,20 +52,19 @@ def freeze(model: PreTrainedModel, attentions: list[Attention], train: Train) ->
                 projection.module.requires_grad_(True)
 
 
-def settled_rate(step: int, choosing: int, steps: int) -> float:
-    """Return the factor of a learning rate: 1 while heads are chosen, then linear to 0."""
-    return 1.0 if step < choosing else max(0.0, 1 - (step - choosing) / max(1, steps - choosing))
-
-
 class GateTrainer(ResumableTrainer):
     """Trainer with one learning rate for gates and one for weights.
 
     Args:
         config: Settings of the training.
         sparsity: What closes gates.
-        choosing: Steps after which the heads are chosen.
+        choosing: Steps after which the heads are chosen, and weights train on; None for after all.
+        rows: Rows that checkpoints are chosen by; None to take the last.
         model: The module to train.
         **kwargs: Arguments of ``ResumableTrainer``.
+
+    Attributes:
+        divergence: That of the choice of the last checkpoint, on ``rows``.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -87,7 +74,8 @@ class GateTrainer(ResumableTrainer):
         self,
         config: TrainGatesConfig,
         sparsity: Sparsity,
-        choosing: int,
+        choosing: int | None,
+        rows: Dataset | None,
         model: GatedModel,
         **kwargs: Any,
     ) -> None:
@@ -95,6 +83,8 @@ class GateTrainer(ResumableTrainer):
         self.config = config
         self.sparsity = sparsity
         self.choosing = choosing
+        self.rows = rows
+        self.divergence: float | None = None
 
     @property
     def gates(self) -> Gates:
@@ -110,37 +100,55 @@ class GateTrainer(ResumableTrainer):
         self.step_loss = loss.detach()
         return loss if self.gates.chosen else loss + self.sparsity.penalty(self.gates)
 
+    def held_out(self) -> float | None:
+        """Return the divergence of the present choice on the rows to choose by."""
+        if self.rows is not None:
+            self.divergence = self.divergence_of(self.sparsity.choice(self.gates), self.rows)
+        return self.divergence
+
+    @torch.no_grad()
+    def divergence_of(self, kept: list[int], rows: Dataset) -> float:
+        """Return the mean loss of rows with the gates of some units open, and no others."""
+        self.model.eval()
+        with self.gates.choosing(kept):
+            losses = [
+                float(self.model(on_device(self.model, self.data_collator([row])))) for row in rows
+            ]
+        reshard(self.model)
+        self.model.train()
+        return processes.mean([fmean(losses)])[0]  # all processes must choose the same
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make a ``GateOptimizer``."""
+        """Make AdamW: gates have no decay, and their own learning rate."""
         if self.optimizer is None:
-            config, gates = self.config, self.gates
+            config = self.config
             weights = [p for p in self.model.model.parameters() if p.requires_grad]
-            rates = config.gate_lr, config.scale_lr, config.weight_lr
-            self.optimizer = GateOptimizer(gates.log_alpha, gates.scale, weights, *rates)
+            gates = {"params": [self.gates.log_alpha], "lr": config.gate_lr, "weight_decay": 0.0}
+            groups = [gates, {"params": weights, "lr": config.weight_lr}] if weights else [gates]
+            self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.01)
         return self.optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """Clip factors and weights, each group by itself; ``GateOptimizer`` bounds the gates.
-
-        One norm over all would tie the step of every gate to the largest gradient of a weight.
-        """
+        """Clip the weights alone: one norm over all would tie them to the gates' gradients."""
         assert self.optimizer is not None
-        norms = [
-            self.accelerator.clip_grad_norm_(group["params"], self.args.max_grad_norm)
-            for group in self.optimizer.param_groups[1:]
-            if any(parameter.grad is not None for parameter in group["params"])
-        ]
-        return torch.stack(norms).norm() if norms else torch.zeros(())
+        norm = torch.zeros(())
+        for group in self.optimizer.param_groups[1:]:
+            norm = self.accelerator.clip_grad_norm_(group["params"], self.args.max_grad_norm)
+        return norm
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Make a schedule: gates constant, the rest linear to 0 once the heads are chosen."""
+        """Make a schedule: gates constant, weights linear to 0 once the heads are chosen."""
         if self.lr_scheduler is None:
             optimizer = optimizer or self.create_optimizer()
+            left = max(1, num_training_steps - (self.choosing or 0))
+
+            def settled(step: int) -> float:
+                return min(1.0, max(0.0, (num_training_steps - step) / left))
+
+            rates: list[Callable[[int], float]] = [lambda step: 1.0, settled]
             count = len(optimizer.param_groups)
-            settled = partial(settled_rate, choosing=self.choosing, steps=num_training_steps)
-            rates: list[Callable[[int], float]] = [lambda step: 1.0, settled, settled]
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates[:count])
         return self.lr_scheduler
 
@@ -154,22 +162,22 @@ class GateCallback(HistoryCallback):
         """Move the gates to the target, and choose heads when it is time.
 
         Returns:
-            Beside the loss: the expected number of open query heads, the target at this step (None
-            with a constant penalty), and whether the heads are chosen ("settled").
+            Beside the loss: the expected number of open heads (of windows, units), and the units
+            whose gates are open with a probability between 0.1 and 0.9.
         """
         trainer, gates, step = self.trainer, self.trainer.gates, state.global_step
-        finite = gates.log_alpha.isfinite().all() & gates.scale.isfinite().all()
-        done = min(1.0, step / max(1, trainer.choosing))
+        finite = gates.log_alpha.isfinite().all()
         if not gates.chosen:
-            trainer.sparsity.after_step(gates, done)
-            if step >= trainer.choosing and bool(finite):  # or the record is refused
+            trainer.sparsity.after_step(gates)
+            if step == trainer.choosing and bool(finite):  # or the record is refused
                 gates.choose(trainer.sparsity.choice(gates))
+        gates.record(step / state.max_steps)
+        undecided = (gates.open_probability() - 0.5).abs() < 0.4
         return {
             **super().record(state),
             "finite": finite,
-            "expected_heads": gates.expected_heads(),
-            "target_heads": trainer.sparsity.target(done),
-            "settled": bool(gates.chosen),
+            "expected_open": gates.expected_open(),
+            "undecided": undecided.sum(),
         }
 
     def check(self, record: dict[str, Any]) -> None:
@@ -179,8 +187,8 @@ class GateCallback(HistoryCallback):
             raise self.trainer.broken("the gates are not finite after", record["step"])
 
     def numbers(self, record: Mapping[str, Any]) -> str:
-        """Return the loss and the open heads for a progress bar."""
-        target = record["target_heads"]
-        of = "" if target is None else f"/{target:.0f}"
-        phase = " settled" if record["settled"] else ""
-        return f"loss {record['loss']:.3f} heads {record['expected_heads']:.1f}{of}{phase}"
+        """Return what a progress bar says of a step."""
+        units, divergence = len(self.trainer.gates.log_alpha), self.trainer.divergence
+        decided = units - int(record["undecided"])
+        held_out = "" if divergence is None else f" held out {divergence:.4f}"
+        return f"loss {record['loss']:.4f}{held_out} decided {decided}/{units}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO, StringIO
@@ -133,6 +133,27 @@ def curve(  # a drawing has many labels
     if len(labels) > 1:
         # below the drawing, so that it never hides a point
         figure.legend(handles, labels, loc="outside lower left", ncols=2)
+    return figure
+
+
+@style()
+def courses(
+    x: Sequence[float], lines: Mapping[str, Sequence[Sequence[float]]], x_label: str, y_label: str
+) -> Figure:
+    """Draw many thin lines in groups, each with a colour and a name."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.4, 3.1), layout="constrained", facecolor=PAPER)
+    axes = figure.subplots()
+    axes.set(xlabel=drawable(x_label), ylabel=drawable(y_label))
+    axes.set_facecolor("none")
+    for index, (name, group) in enumerate(lines.items()):
+        for number, y in enumerate(group):
+            label = None if number else drawable(name)
+            axes.plot(
+                x, y, color=SERIES[index % len(SERIES)], linewidth=0.8, alpha=0.6, label=label
+            )
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2)
     return figure
 
 

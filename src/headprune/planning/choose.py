@@ -12,7 +12,7 @@ from pydantic import InstanceOf
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headprune.config import DataConfig, Method, PlanConfig
+from headprune.config import DataConfig, PlanConfig
 from headprune.errors import PlanError
 from headprune.io.folders import digest_of
 from headprune.model.attention import attention_of
@@ -117,7 +117,12 @@ def refuse_request(request: CutRequest, refit: DataConfig | None = None) -> None
     if isinstance(plan, Path):
         plan_content(plan)
     trained = read_metadata(gates) if gates is not None else None
-    if trained is not None and trained.method is Method.REFIT:
+    if trained is not None and trained.window is not None:
+        raise PlanError(
+            "These gates give heads a window, and a cut removes heads: give them to headprune "
+            "convert-swa --gates."
+        )
+    if trained is not None and trained.refitted:
         _refuse_other_than_refitted(trained, keep, refit)
     if refit is not None and trained is not None and trained.trained_weights:
         raise PlanError(
@@ -132,15 +137,14 @@ def _refuse_other_than_refitted(
     """Refuse a refit or other heads with gates that hold a refitted W_O."""
     if refit is not None:
         raise PlanError(
-            "--refit: W_O was refitted when these gates were made, and is in them. Leave out "
-            "--refit, or train gates with --method l0."
+            "--refit: W_O was refitted when these gates were made, and is in them. Leave it out."
         )
     sizes = trained.unit_sizes()
     if keep is not None and head_budget(keep, sizes) != trained.kept_heads:
         raise PlanError(
             f"--keep {keep}: the gates hold a W_O refitted to {trained.kept_heads} of "
-            f"{trained.query_heads} heads. Leave out --keep, train gates with that "
-            "--target-heads, or train them with --method l0."
+            f"{trained.query_heads} heads. Leave out --keep, or train gates with that "
+            "--target-heads."
         )
 
 
@@ -275,20 +279,18 @@ def _by_gates(
     whole = [a for a in model.attentions if a.path not in trained.metadata.modules]
     sizes = unit_sizes(attentions, unit)
     budget = trained.metadata.kept_heads if keep is None else head_budget(keep, sizes)
-    # units that training kept come first; one that --keep brings back is fully open
+    # units that training kept come first
     alpha = trained.log_alpha.double()
     scores = alpha + (alpha.max() - alpha.min() + 1.0) * trained.kept
-    scale = torch.where(trained.kept, trained.value, 1.0).tolist()
     kept = HeadChoice(attentions, unit, [], constraints).of(scores, budget)
     flags = [float(at in kept) for at in range(len(sizes))]
     budget = sum(sizes[at] for at in kept)
-    fitted = trained.metadata.method is Method.REFIT
-    if fitted and kept != set(trained.kept.nonzero()[:, 0].tolist()):
+    if trained.metadata.refitted and kept != set(trained.kept.nonzero()[:, 0].tolist()):
         raise PlanError(
             "W_O was refitted to the heads that these gates keep, and --layout or "
-            "--for keeps others. Leave these out, or train gates with --method l0."
+            "--for keeps others. Leave these out, or train gates of another --unit."
         )
-    plan = plan_from_scores(attentions, unit, flags, budget, model.identity, scale, whole)
+    plan = plan_from_scores(attentions, unit, flags, budget, model.identity, whole=whole)
     seed = trained.metadata.seed
     evidence = Evidence(kind="gates", id=trained.id, keep=keep, seed=seed)
     return _Decision(plan, evidence, trained.weights or {})

@@ -65,7 +65,6 @@ def plan_from_scores(
     scores: Sequence[float],
     budget: int,
     model: ModelIdentity | None = None,
-    scale: Sequence[float] | None = None,
     whole: Sequence[Attention] = (),
 ) -> Plan:
     """Return the plan that keeps the best units, exactly ``budget`` query heads.
@@ -76,24 +75,20 @@ def plan_from_scores(
         scores: One score per unit, in order; higher is kept first.
         budget: Query heads to keep.
         model: The model that the plan is for.
-        scale: Gate value per unit, folded into the output projection; None for all 1.
         whole: Other attention modules of the model, which keep all their heads.
     """
     kept = set(keep_best(scores, unit_sizes(attentions, unit), budget))
     parts, index = {}, 0
     for attention in attentions:
-        chosen: list[tuple[int, float]] = []
+        chosen: list[int] = []
         for unit_heads in members(unit, attention.group_sizes):
             if index in kept:
-                factor = 1.0 if scale is None else scale[index]
-                chosen += [(attention.query_ids[position], factor) for position in unit_heads]
+                chosen += [attention.query_ids[position] for position in unit_heads]
             index += 1
-        chosen.sort()
         parts[attention.path] = AttentionPlan(
             query_heads=attention.query_heads,
             kv_heads=attention.kv_heads,
-            keep=tuple(head for head, _ in chosen),
-            scale=None if scale is None else tuple(factor for _, factor in chosen),
+            keep=tuple(sorted(chosen)),
         )
     for attention in whole:
         parts[attention.path] = AttentionPlan(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
 import torch
 
 from headprune.errors import PlanError
 from headprune.model.cost import KVCache, kv_width
 from headprune.model.open import Model
-from headprune.model.units import fitted_scores
+from headprune.model.units import fitted_gates, fitted_scores
+from headprune.runtime.modeling_headprune import Attention
+from headprune.schemas.gates import TrainedGates
 from headprune.schemas.plan import AttentionPlan, Plan
+from headprune.schemas.records import Window
 from headprune.schemas.scores import Scores
 from headprune.tensors.units import Unit
 
@@ -40,12 +46,7 @@ def plan_windows(
         raise PlanError(
             "The scores are of heads to remove, not of windows: score again with --form window."
         )
-    units = [
-        (attention, heads)
-        for attention in fitted_scores(model.net, scores)
-        for heads in ([attention.kv_ids] if layers else [(head,) for head in attention.kv_ids])
-        if heads
-    ]
+    units = _units(fitted_scores(model.net, scores), scores.metadata.unit)
     values = scores.of(None)[1].tolist()
     order = sorted(range(len(units)), key=lambda number: (-values[number], number))
     if max_kv_bytes is not None and context is not None:
@@ -62,11 +63,48 @@ def plan_windows(
             total, count = total + saved[order[count]], count + 1
     else:
         assert keep_full is not None
-        count = _count(keep_full, len(units), layers)
+        count = full_units(keep_full, len(units), layers)
     if count == len(units):
         raise PlanError("Nothing would get a window: keep less of the past full.")
+    return _plan(model, window, scores.metadata.unit, (units[n] for n in order[count:]))
+
+
+def windows_of_gates(model: Model, folder: Path) -> tuple[Plan, TrainedGates]:
+    """Return the plan that gates were trained to, and these.
+
+    Raises:
+        HeadpruneError: If they are not of windows, or of another model.
+    """
+    gates, attentions = fitted_gates(model.net, model.identity, folder)
+    unit, window = gates.metadata.unit, gates.metadata.window
+    if window is None:
+        raise PlanError(
+            f"The gates in '{folder}' remove heads: cut with 'headprune prune --gates', or train "
+            "gates with --form window."
+        )
+    units = _units(attentions, unit)
+    near = (units[n] for n, kept in enumerate(gates.kept.tolist()) if not kept)
+    return _plan(model, window, unit, near), gates
+
+
+def _units(attentions: Sequence[Attention], unit: Unit) -> list[tuple[Attention, list[int]]]:
+    """Return the KV heads of every unit, with their module."""
+    return [
+        (attention, list(heads))
+        for attention in attentions
+        for heads in (
+            [attention.kv_ids] if unit is Unit.LAYER else [(head,) for head in attention.kv_ids]
+        )
+        if heads
+    ]
+
+
+def _plan(
+    model: Model, window: Window, unit: Unit, units: Iterable[tuple[Attention, list[int]]]
+) -> Plan:
+    """Return the plan that gives some units a window."""
     near: dict[str, tuple[int, ...]] = {}
-    for attention, heads in (units[number] for number in order[count:]):
+    for attention, heads in units:
         near[attention.path] = (*near.get(attention.path, ()), *heads)
     parts = {
         a.path: AttentionPlan(
@@ -77,10 +115,10 @@ def plan_windows(
         )
         for a in model.attentions
     }
-    return Plan(unit=scores.metadata.unit, model=model.identity, window=window, attentions=parts)
+    return Plan(unit=unit, model=model.identity, window=window, attentions=parts)
 
 
-def _count(keep_full: float | int, total: int, layers: bool) -> int:
+def full_units(keep_full: float | int, total: int, layers: bool) -> int:
     """Return how many units keep the whole past; of a share above 0 at least one."""
     if isinstance(keep_full, int) and keep_full > total:
         said = "layers" if layers else "KV heads"

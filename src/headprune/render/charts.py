@@ -14,6 +14,7 @@ from headprune.render.blocks import Chart, Table, percent
 from headprune.render.records import short_name
 from headprune.render.runs import ReportedRun
 from headprune.role import pictures
+from headprune.schemas.gates import TrainedGates
 from headprune.schemas.roles import RolesRecord
 
 
@@ -116,4 +117,25 @@ def roles_chart(record: RolesRecord) -> Chart:
         Table(columns, rows, names=len(columns)),
         f"{of}.",
         wide=True,
+    )
+
+
+def gates_chart(gates: TrainedGates) -> Chart:
+    """Return a chart of the probability of every gate to be open, over the training."""
+    recorded = (gates.course >= 0).all(1).nonzero().flatten().tolist()
+    places = [round(at * gates.metadata.steps / (len(gates.course) - 1)) for at in recorded]
+    reached = gates.course[recorded]
+    kept = gates.kept.tolist()
+    lines = {
+        f"{name} ({kept.count(stays)})": reached[:, gates.kept == stays].T.tolist()
+        for name, stays in (("stays open", True), ("closes", False))
+    }
+    sure = [int(((row - 0.5).abs() >= 0.4).sum()) for row in reached]
+    rows = [(f"{step:,}", f"{n} of {len(kept)}") for step, n in zip(places, sure, strict=True)]
+    return Chart(
+        "Gates",
+        figures.courses(places, lines, "step", "probability that the gate is open"),
+        f"{sure[-1]} of {len(kept)} gates are decided after {places[-1]:,} steps.",
+        Table(("step", "gates open or closed with 90 %"), rows),
+        "A line per gate: where it began, and when it closed.",
     )

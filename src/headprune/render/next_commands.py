@@ -31,7 +31,9 @@ def after_cut(result: Pruned, given: Given) -> str | None:
 
 
 def after_gates(run: GatesRun, model: str, given: Given) -> str:
-    """Return the cut that gates were trained for."""
+    """Return the cut, or the windows, that gates were trained for."""
+    if run.metadata.window is not None:
+        return _line("convert-swa", [model, _free(run.output)], {"gates": run.output}, given)
     options = {"gates": run.output, "layout": "ragged" if run.ragged else None}
     return _line("prune", [model, _free(run.output)], options, given)
 

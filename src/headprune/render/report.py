@@ -98,6 +98,7 @@ def run_blocks(run: ReportedRun) -> list[Block]:
     stored = records.stored(manifest.shape, manifest.uneven, manifest.brings_code)
     code = records.load_code(manifest, run.path.name)
     blocks: list[Block] = [] if run.roles is None else [charts.roles_chart(run.roles)]
+    blocks += [] if run.gates is None else [charts.gates_chart(run.gates)]
     blocks.append(Section("Proof", records.proof(manifest)))
     blocks.append(Section("Load it", [code, Paragraph(stored)]))
     if manifest.choice is not None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headprune.result.preview import Preview, ShapeCost
     from headprune.result.verify import Verification
     from headprune.result.write import Pruned
+    from headprune.schemas.gates import GatesMetadata
     from headprune.schemas.scores import Scores
 
 SHADES = "·░▒▓█"  # from the first heads to go to the last
@@ -41,17 +42,34 @@ _OWN_KEYS = (
 
 
 def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
-    """Print the open gates and the next command."""
+    """Print the open gates, what they are worth beside scores, and the next command."""
     m = run.metadata
-    words = (
-        f"Gates of {m.kept_heads} of {m.query_heads} heads stay open "
-        f"({percent(m.kept_heads, m.query_heads)}, unit {m.unit.value}, method {m.method.value}) "
-        f"after {m.steps} steps; last {m.objective} loss {m.final_loss:.4f}."
-    )
-    page: list[Block] = [Paragraph(words), Paragraph(f"Written to {run.output}.")]
+    kept, of = f"{m.kept_heads} of {m.query_heads}", percent(m.kept_heads, m.query_heads)
+    does = "stay" if m.window is None else f"keep the whole past, others {m.window.size:,} tokens"
+    words = f"{kept} query heads {does} ({of}, unit {m.unit.value}), after {m.steps} steps."
+    page: list[Block] = [Paragraph(words), *_judged(m), Paragraph(f"Written to {run.output}.")]
     if run.ragged:
         page.append(Paragraph(_RAGGED, "note"))
     show(console, [*page, Code(next_command, title="Next")])
+
+
+def _judged(m: GatesMetadata) -> list[Block]:
+    """Say which choice is written, and by how much it is better."""
+    if m.judgement is None:
+        return []
+    (first, then), (reported_first, reported) = m.judgement.choose, m.judgement.report
+    if not m.judgement.taken_after:
+        words = (
+            f"No checkpoint is nearer to the original than the choice by scores, which is written: "
+            f"divergence {first:.4f} on held-out text, and {then:.4f} by gates."
+        )
+    else:
+        words = (
+            f"Gates of step {m.judgement.taken_after} are written; they exchange "
+            f"{m.judgement.exchanged} units of the choice by scores. Divergence from the original "
+            f"on text that chose nothing: {reported:.4f}, by scores {reported_first:.4f}."
+        )
+    return [Paragraph(words)]
 
 
 def preview(console: Console, preview: Preview, saved: Path | None, following: str) -> None:

@@ -44,6 +44,7 @@ class ReportedRun:
     checks: Sequence[CheckReport] = ()
     role_table: Table | None = None  # how many heads had each role, and kept it
     roles: RolesRecord | None = None  # for the pictures
+    gates: TrainedGates | None = None  # that chose its heads
 
     @property
     def evaluation(self) -> Report | None:
@@ -126,6 +127,7 @@ class _Parts:
         run.evaluations = self._evaluations(manifest)
         run.checks = [check for check in self.checks if check.measured == manifest.id]
         self.used |= {part.id for part in (*run.evaluations, *run.checks)}
+        run.gates = gates
         if gates is not None:
             run.summary += f" {_gates_summary(gates)}"
             self.used.add(gates.id)
@@ -196,9 +198,10 @@ def _lineage(manifest: Manifest) -> set[str]:
 
 def _gates_summary(gates: TrainedGates) -> str:
     about = gates.metadata
+    what = "keep" if about.window is None else "leave the whole past to"
     return (
-        f"Gates keep {about.kept_heads} of {about.query_heads} query heads, {_UNIT[about.unit]}; "
-        f"trained for {about.steps} steps ({about.objective}) on {short_name(about.data)}."
+        f"Gates {what} {about.kept_heads} of {about.query_heads} query heads, "
+        f"{_UNIT[about.unit]}; trained for {about.steps} steps on {short_name(about.data)}."
     )
 
 
@@ -267,7 +270,6 @@ def _show_gates(drawn: HeadMap, gates: TrainedGates) -> None:
     chances = of(gates.open_probability().tolist())
     drawn.show("probability that the gate is open", chances)
     drawn.tell("gate open with probability", chances)
-    drawn.tell("gate factor", of(gates.value.tolist()))
 
 
 def _show_scores(drawn: HeadMap, scores: Scores) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from headprune.context import Context
 from headprune.evidence.windows import window_scores
 from headprune.io.outputs import claims_output
 from headprune.model.open import Model, open_model
-from headprune.planning.windows import plan_windows
+from headprune.planning.windows import plan_windows, windows_of_gates
 from headprune.proof.twins import refuse_unproven
 from headprune.result.write import Changes, Proposal, Pruned, write
+from headprune.schemas.gates import METADATA
+from headprune.schemas.plan import Plan
 from headprune.schemas.records import Evidence, Windowing
 from headprune.schemas.scores import Scores, read_scores
 from headprune.surgery.edit import Edit
@@ -23,13 +26,13 @@ _NONE_FULL = (
 )
 
 
-@claims_output("model", "data", "scores")
+@claims_output("model", "data", "evidence")
 def convert_swa(
     model: str | Path,
     output: Path,
     config: SwaConfig,
     data: DataConfig | None = None,
-    scores: Path | None = None,
+    evidence: Path | None = None,
     overwrite: bool = False,
     context: Context = Context(),
 ) -> Pruned:
@@ -43,7 +46,7 @@ def convert_swa(
         output: Folder to write; it appears whole or not at all.
         config: The window, and how many KV heads keep the whole past.
         data: Text that chooses the heads; None for that which comes with headprune.
-        scores: Instead, a scores folder of ``score --form window``.
+        evidence: Instead, a folder of scores, or of gates, which chose the heads; both of windows.
         overwrite: Replace an existing output.
         context: Progress and permissions.
 
@@ -52,10 +55,15 @@ def convert_swa(
         ProofError: If the result does not compute as the original with a mask per head.
     """
     context.stage("reading the headers")
-    opened = open_model(model, config.dtype, context.allowed, calibrates=scores is None)
+    opened = open_model(model, config.dtype, context.allowed, calibrates=evidence is None)
     refuse_unproven(opened, context)
-    chosen = None if scores is None else read_scores(scores, opened.identity)
-    proposal = propose_windows(opened, config, data, chosen, context)
+    if evidence is not None and (evidence / METADATA).is_file():
+        plan, gates = windows_of_gates(opened, evidence)
+        chosen_by = Evidence(kind="gates", id=gates.id, seed=gates.metadata.seed)
+        proposal = _proposal(opened, plan, chosen_by, gates.metadata.modules)
+    else:
+        scores = None if evidence is None else read_scores(evidence, opened.identity)
+        proposal = propose_windows(opened, config, data, scores, context)
     writing = Writing(out_dtype=config.out_dtype)
     pruned = write(opened, proposal.edit, output, proposal.changes, writing, context)
     return replace(pruned, warnings=(*pruned.warnings, *proposal.warnings))
@@ -78,19 +86,17 @@ def propose_windows(
     element = model.result_dtypes(config.out_dtype).default
     budget = config.kept, config.max_kv_bytes, config.context_tokens
     plan = plan_windows(model, scores, *budget, element)
-    assert plan.window is not None
     criterion, _ = scores.of(None)
-    done = Windowing(
-        evidence=Evidence(
-            kind="scores",
-            id=scores.id,
-            criterion=criterion,
-            keep=config.kept,
-            seed=scores.metadata.calibration.seed,
-        ),
-        window=plan.window,
-        heads=sum(len(part.window or ()) for part in plan.attentions.values()),
+    seed = scores.metadata.calibration.seed
+    evidence = Evidence(
+        kind="scores", id=scores.id, criterion=criterion, keep=config.kept, seed=seed
     )
-    scored = set(scores.metadata.modules)
-    every = sum(a.kv_heads for a in model.attentions if a.path in scored)
-    return Proposal(Edit(plan), Changes(done), (_NONE_FULL,) if done.heads == every else ())
+    return _proposal(model, plan, evidence, scores.metadata.modules)
+
+
+def _proposal(model: Model, plan: Plan, evidence: Evidence, modules: Collection[str]) -> Proposal:
+    assert plan.window is not None
+    heads = sum(len(part.window or ()) for part in plan.attentions.values())
+    done = Windowing(evidence=evidence, window=plan.window, heads=heads)
+    every = sum(a.kv_heads for a in model.attentions if a.path in modules)
+    return Proposal(Edit(plan), Changes(done), (_NONE_FULL,) if heads == every else ())

@@ -1,6 +1,6 @@
 """The gates folder: train-gates writes it, prune reads it.
 
-gates.safetensors    log_alpha, value and kept: one entry per unit, in gates.json's order
+gates.safetensors    log_alpha and kept: one entry per unit, in gates.json's order; and their course
 gates.json           model, unit and modules; training and data
 weights.safetensors  trained weights, if there are any
 history.jsonl        one record per step
@@ -18,18 +18,37 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headprune.config import Method
+from headprune.config import Form
 from headprune.errors import CheckpointError
 from headprune.io.folders import digest_of
 from headprune.io.parsing import read_as
 from headprune.io.tensors import described, read_tensors
 from headprune.io.writing import write_error, write_whole
 from headprune.schemas.plan import ModelIdentity
+from headprune.schemas.records import Window
 from headprune.schemas.values import Count, Digest, Finite
 from headprune.tensors import hard_concrete
 from headprune.tensors.units import Unit, members
 
 TENSORS, METADATA, WEIGHTS = "gates.safetensors", "gates.json", "weights.safetensors"
+
+
+class Judgement(BaseModel):
+    """Choices of heads by scores and by gates, and how far they are from the original.
+
+    Attributes:
+        taken_after: Step whose gates are written; 0 for the choice by scores.
+        exchanged: Units that gates keep and scores do not.
+        choose: Divergence by scores and by gates, on the rows that decide.
+        report: The same on other rows.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    taken_after: Count
+    exchanged: Count
+    choose: tuple[Finite, Finite]
+    report: tuple[Finite, Finite]
 
 
 class GatesMetadata(BaseModel):
@@ -39,7 +58,8 @@ class GatesMetadata(BaseModel):
         headprune_version: Version that wrote them.
         model: The model they were trained on.
         unit: Unit of a gate.
-        method: Method of choosing heads.
+        form: What became of heads with closed gates.
+        window: The window of these, if they have one.
         temperature: beta of the hard-concrete distribution.
         modules: The attention modules, in the order of the gates.
         heads: Ids of the query heads of every module.
@@ -47,9 +67,10 @@ class GatesMetadata(BaseModel):
         query_heads: Query heads of the model.
         kept_heads: Query heads whose gates stay open.
         steps: Optimiser steps.
-        objective: Loss of the training.
         data: Source of the training data.
         final_loss: Loss of the last step.
+        judgement: The choice beside that of scores; None without these, or where weights move too.
+        refitted: True if W_O is refitted to the heads that stay.
         trained_weights: True if weights.safetensors belongs to them.
         seed: Seed of the training.
         id: ``TrainedGates.id`` when they were written; None before.
@@ -61,7 +82,8 @@ class GatesMetadata(BaseModel):
     headprune_version: str
     model: ModelIdentity
     unit: Unit
-    method: Method
+    form: Form
+    window: Window | None = None
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     modules: Annotated[tuple[str, ...], Field(min_length=1)]
     heads: tuple[tuple[Count, ...], ...]
@@ -69,9 +91,10 @@ class GatesMetadata(BaseModel):
     query_heads: Count
     kept_heads: Count
     steps: Count
-    objective: str
     data: str
     final_loss: Finite
+    judgement: Judgement | None = None
+    refitted: bool = False
     trained_weights: bool
     seed: Count
     id: Digest | None = None
@@ -82,14 +105,21 @@ class GatesMetadata(BaseModel):
 
 
 class TrainedGates(BaseModel):
-    """Gates read from a folder; tensors have shape (units,)."""
+    """Gates read from a folder.
+
+    Attributes:
+        log_alpha: Shape (units,).
+        kept: Units that stay, shape (units,).
+        course: Probability of every gate to be open, evenly over the training, shape (places,
+            units).
+    """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
     metadata: GatesMetadata
     log_alpha: Tensor
-    value: Tensor
     kept: Tensor
+    course: Tensor
     weights: dict[str, Tensor] | None
 
     @cached_property
@@ -100,15 +130,13 @@ class TrainedGates(BaseModel):
             exclude={"id": True, "data": True, "model": {"name"}},
             exclude_none=True,
         )
-        gates = {"log_alpha": self.log_alpha, "value": self.value, "kept": self.kept}
+        gates = {"log_alpha": self.log_alpha, "kept": self.kept, "course": self.course}
         return digest_of(
             {**content, "gates": described(gates), "weights": described(self.weights or {})}
         )
 
     def open_probability(self) -> Tensor:
-        """Return the probability that each gate is open; without draws ``log_alpha`` only ranks."""
-        if self.metadata.method is not Method.L0:
-            return self.kept.float()
+        """Return the probability that each gate is open."""
         return hard_concrete.open_probability(self.log_alpha, self.metadata.temperature)
 
 
@@ -158,7 +186,7 @@ def read_gates(folder: Path, model: ModelIdentity) -> TrainedGates:
     weights = read_tensors(folder / WEIGHTS) if metadata.trained_weights else None
     tensors = read_tensors(folder / TENSORS)
     gates = None
-    if tensors.keys() == {"log_alpha", "value", "kept"}:
+    if tensors.keys() == {"log_alpha", "kept", "course"}:
         gates = TrainedGates(metadata=metadata, weights=weights, **tensors)
     if gates is None or gates.id != metadata.id:
         raise CheckpointError(

@@ -1,0 +1,128 @@
+"""What a closed gate leaves of a head: nothing, what other heads tell of it, or a window.
+
+A gate z between the two ends makes the output of a head ``z open + (1 - z) closed``. Where W_O will
+be refitted once heads are gone, the others tell of a head what their outputs x predict of it. With
+zero mean, correlations C and independent noise of variance (1 - z) / z on each head that is the
+linear estimate
+
+    M x = C (C + (1 - z) / z)^-1 x = (1 - (1 - z) (C z + 1 - z)^-1) x
+
+the same as W_O M, the ridge regression of the outputs of W_O on the open heads. At z = 1 for every
+head M is the identity; the columns of a head with z = 0 are zero. So gates are trained for the
+model that will be written (``surgery.refit``), and not for one that nothing makes up for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headprune.evidence.statistics import Statistics
+from headprune.evidence.windows import windowed_outputs
+from headprune.model.gating import GateSource
+from headprune.model.windows import AttentionCall, attending
+from headprune.runtime.modeling_headprune import Attention
+
+_RIDGE = 1e-3  # of the variance of a channel: what is smaller predicts nothing
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Moments of the input of an output projection, over tokens of a text.
+
+    Attributes:
+        mean: What is constant in it where W_O has a bias to hold that, else 0; shape (width,).
+        scale: Root mean square about the mean, shape (width,).
+        matrix: Correlations, shape (width, width).
+    """
+
+    mean: Float[Tensor, " width"]
+    scale: Float[Tensor, " width"]
+    matrix: Float[Tensor, "width width"]
+
+    @classmethod
+    def of(cls, statistics: Statistics, attention: Attention, device: torch.device) -> Correlation:
+        """Return those of a module on a device; of ``statistics``, "gram" and "activations"."""
+        inputs = statistics.activations
+        gram = statistics.gram.double() / inputs.tokens
+        mean = (inputs.sums / inputs.tokens).flatten().double()
+        if getattr(attention.output_projection, "bias", None) is None:
+            mean = torch.zeros_like(mean)
+        scale = gram.diagonal().clamp(min=torch.finfo(torch.float32).tiny).sqrt()
+        matrix = gram / scale / scale[:, None]
+        return cls(*(part.float().to(device) for part in (mean, scale, matrix)))
+
+    def predict(
+        self, gate: Float[Tensor, " heads"], x: Float[Tensor, "batch length width"]
+    ) -> Float[Tensor, "batch length width"]:
+        """Return what the gated heads tell of all heads, in the dtype of ``x``."""
+        z = gate.repeat_interleave(len(self.scale) // len(gate))
+        noisy = self.matrix * z + torch.diag(1 - z + _RIDGE)
+        # solve itself would ask the device whether it is singular, which the ridge excludes
+        lost, _ = torch.linalg.solve_ex(noisy, torch.diag(1 - z), left=False)
+        matrix = (torch.eye(len(z), device=z.device) - lost) * self.scale[:, None] / self.scale
+        return F.linear(x - self.mean.to(x), matrix.to(x)) + self.mean.to(x)
+
+
+@contextmanager
+def predicted(
+    attentions: Sequence[Attention], source: GateSource, correlations: Sequence[Correlation]
+) -> Iterator[None]:
+    """Gate heads in a ``with`` block, and have the others make up for those that close.
+
+    Args:
+        attentions: The modules.
+        source: As of ``model.gating.gated``, of shape (1, query heads).
+        correlations: Those of every module.
+    """
+
+    def hook(position: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        gate = source(position)
+        return (
+            None if gate is None else (correlations[position].predict(gate[0], args[0]), *args[1:])
+        )
+
+    with ExitStack() as stack:
+        for position, attention in enumerate(attentions):
+            if attention.query_heads:
+                handle = attention.output_projection.register_forward_pre_hook(
+                    partial(hook, position)
+                )
+                stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def narrowed(
+    attentions: Sequence[Attention], source: GateSource, window: tuple[int, int]
+) -> Iterator[None]:
+    """Leave heads with a closed gate a window in a ``with`` block.
+
+    Args:
+        attentions: The modules.
+        source: As of ``model.gating.gated``.
+        window: Size and sinks.
+
+    Raises:
+        PlanError: If a module cannot have a window.
+    """
+    position_of: dict[Any, int] = {each.module: at for at, each in enumerate(attentions)}
+
+    def attend(call: AttentionCall) -> Tensor:
+        gate, outputs = source(position_of[call.module]), call.outputs(call.mask)
+        if gate is None or outputs.shape[1] <= sum(window):
+            return outputs
+        whole, rest = outputs.split([sum(window), outputs.shape[1] - sum(window)], 1)
+        near = windowed_outputs(call, window)
+        return torch.cat([whole, torch.lerp(near, rest, gate[:, None, :, None].to(rest))], 1)
+
+    with attending(attentions, attend):
+        yield
