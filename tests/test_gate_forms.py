@@ -45,7 +45,8 @@ def test_open_heads_tell_of_closed_ones_what_least_squares_tell(mean):
     penalty = torch.diag(1e-3 * len(x) * scale[known].square())
     moments = about[:, known].T @ about[:, known] + penalty
     wanted = about[:, known] @ torch.linalg.solve(moments, about[:, known].T @ about[:, ~known])
-    torch.testing.assert_close(found[:, ~known], wanted + middle[~known], rtol=5e-3, atol=5e-3)
+    # a thousandth of a closed head stays: x reaches 15
+    torch.testing.assert_close(found[:, ~known], wanted + middle[~known], rtol=5e-3, atol=2e-2)
     torch.testing.assert_close(found[:, known], x[:, known], rtol=5e-3, atol=2e-2)
     assert not torch.allclose(found[:, ~known], x[:, ~known], atol=0.5)
     every = others.predict(torch.ones(HEADS), x[None])[0]

@@ -57,7 +57,7 @@ def train_gates(
     label_column: o.LabelColumn | None = None,
     loss: o.Loss = "all",
     form: Annotated[
-        Literal["removed", "window"], o.option("What becomes of a head whose gate closes.")
+        Literal["removed", "window"], o.option("Fate of a head whose gate closes.")
     ] = "removed",
     target_heads: Annotated[
         FractionOrCount,

@@ -287,7 +287,7 @@ class Train(str, Enum):
 
 
 class Form(str, Enum):
-    """What becomes of a head whose gate closes."""
+    """Fate of a head whose gate closes."""
 
     REMOVED = "removed"
     WINDOW = "window"
@@ -306,7 +306,7 @@ class TrainGatesConfig(Settings):
     """Settings of gate training.
 
     Attributes:
-        form: What becomes of a head whose gate closes.
+        form: Fate of a head whose gate closes.
         target_heads: Share or number of query heads that stay.
         keep_full: With the form "window": of units with a whole past.
         l0_penalty: Instead: lambda of Voita et al. 2019, with their loss and their start.

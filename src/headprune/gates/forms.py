@@ -1,9 +1,9 @@
-"""What a closed gate leaves of a head: nothing, what other heads tell of it, or a window.
+"""Forms of a head whose gate closes: gone, with others in its place, or with a window.
 
 A gate z between the two ends makes the output of a head ``z open + (1 - z) closed``. Where W_O will
-be refitted once heads are gone, the others tell of a head what their outputs x predict of it. With
-zero mean, correlations C and independent noise of variance (1 - z) / z on each head that is the
-linear estimate
+be refitted once heads are gone, others stand in for a head: their outputs x predict part of its own.
+With zero mean, correlations C and independent noise of variance (1 - z) / z on each head that is
+the linear estimate
 
     M x = C (C + (1 - z) / z)^-1 x = (1 - (1 - z) (C z + 1 - z)^-1) x
 
@@ -31,7 +31,7 @@ from headprune.model.gating import GateSource
 from headprune.model.windows import AttentionCall, attending
 from headprune.runtime.modeling_headprune import Attention
 
-_RIDGE = 1e-3  # of the variance of a channel: what is smaller predicts nothing
+_RIDGE = 1e-3  # of the variance of a channel: smaller parts predict nothing
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Correlation:
     """Moments of the input of an output projection, over tokens of a text.
 
     Attributes:
-        mean: What is constant in it where W_O has a bias to hold that, else 0; shape (width,).
+        mean: Its mean, where W_O has a bias to hold that, else 0; shape (width,).
         scale: Root mean square about the mean, shape (width,).
         matrix: Correlations, shape (width, width).
     """
@@ -63,7 +63,7 @@ class Correlation:
     def predict(
         self, gate: Float[Tensor, " heads"], x: Float[Tensor, "batch length width"]
     ) -> Float[Tensor, "batch length width"]:
-        """Return what the gated heads tell of all heads, in the dtype of ``x``."""
+        """Return the prediction of all heads from the gated ones, in the dtype of ``x``."""
         z = gate.repeat_interleave(len(self.scale) // len(gate))
         noisy = self.matrix * z + torch.diag(1 - z + _RIDGE)
         # solve itself would ask the device whether it is singular, which the ridge excludes
@@ -76,12 +76,12 @@ class Correlation:
 def predicted(
     attentions: Sequence[Attention], source: GateSource, correlations: Sequence[Correlation]
 ) -> Iterator[None]:
-    """Gate heads in a ``with`` block, and have the others make up for those that close.
+    """Gate heads in a ``with`` block, and have open heads make up for closed ones.
 
     Args:
         attentions: The modules.
         source: As of ``model.gating.gated``, of shape (1, query heads).
-        correlations: Those of every module.
+        correlations: Moments of every module.
     """
 
     def hook(position: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -30,7 +30,7 @@ class Distillation:
     """Divergence from the ungated model (see ``model.losses``).
 
     Its slope by an open gate is zero, while that of the model's own loss is noise (Fisher's
-    identity): what is left is the effect of the heads.
+    identity): only the effect of the heads is left.
 
     Args:
         head: Head of the model.

@@ -1,8 +1,8 @@
 """headprune train-gates: hard-concrete gates that choose heads, trained to an exact count.
 
-Scores say where gates start. What they are trained on is the divergence of the gated model from
-itself without gates. Of the choices at checkpoints, and that of the scores, the one is written that
-is nearest to the original on held-out text.
+Gates start from scores. Training lowers the divergence of the gated model from itself without
+gates. Checkpoints and scores each make a choice, and held-out text decides: the one nearest to the
+original is written.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ class GatesRun:
 
 @dataclass(frozen=True)
 class Start:
-    """Where gates start, and what they do.
+    """The start of gates, and their effect.
 
     Attributes:
         acting: Returns a context in which the gates of a source act.
         scores: Scores of the units; None to start with equal gates.
         examples: Text to refit W_O on; None without a refit.
-        window: What closed gates leave; None where heads go.
+        window: The window of heads with closed gates; None where heads go.
     """
 
     acting: Callable[[GateSource], AbstractContextManager[None]]
@@ -177,7 +177,7 @@ def train_gates(
 
 @dataclass(frozen=True)
 class _Trained:
-    """Trained gates: their trainer, and what is written beside them."""
+    """Trained gates: their trainer, and the rest of their folder."""
 
     trainer: GateTrainer
     window: Window | None
@@ -301,7 +301,7 @@ def _removal(
     config: TrainGatesConfig,
     context: Context,
 ) -> Start:
-    """Start gates of removal from scores, and have other heads make up for those that close.
+    """Start gates of removal from scores, and have open heads make up for closed ones.
 
     Too little text for either leaves equal gates. So do the setting of Voita et al. and shards.
     """
@@ -354,7 +354,7 @@ def _narrowing(
 def _rows(
     model: Model, data: DataConfig, config: TrainGatesConfig, start: Start
 ) -> tuple[Batches, Dataset, Dataset]:
-    """Return what gates are trained on, and rows to choose by and to report of."""
+    """Return rows to train on, to choose by, and to report of."""
     net, tokenizer = model.net, model.tokenizer
     window = start.window
     if window is not None:
@@ -381,7 +381,7 @@ def _rows(
 
 
 def _with_far(rows: Dataset, far: list[dict[str, list[int]]], share: int) -> Dataset:
-    """Mix rows of text with those that ask for what lies far back, one in ``share`` and one."""
+    """Mix rows of text with questions about its far past: one to ``share`` rows of text."""
     ids = rows["input_ids"]
     text = Dataset.from_dict({"input_ids": ids, "labels": ids})
     few = far[: max(1, len(text) // share)]
@@ -460,7 +460,7 @@ def _in_float32(net: PreTrainedModel) -> Iterator[None]:
 
 
 def _refuse_to_shard(config: TrainGatesConfig) -> None:
-    """Refuse what needs whole weights or heads, which shards split.
+    """Refuse settings that need whole weights or heads, which shards split.
 
     Raises:
         HeadpruneError: With the reason, and another way.

@@ -187,7 +187,7 @@ class GateCallback(HistoryCallback):
             raise self.trainer.broken("the gates are not finite after", record["step"])
 
     def numbers(self, record: Mapping[str, Any]) -> str:
-        """Return what a progress bar says of a step."""
+        """Return the text of the step in a progress bar."""
         units, divergence = len(self.trainer.gates.log_alpha), self.trainer.divergence
         decided = units - int(record["undecided"])
         held_out = "" if divergence is None else f" held out {divergence:.4f}"

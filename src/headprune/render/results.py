@@ -42,7 +42,7 @@ _OWN_KEYS = (
 
 
 def gates_run(console: Console, run: GatesRun, next_command: str) -> None:
-    """Print the open gates, what they are worth beside scores, and the next command."""
+    """Print the open gates, their worth beside scores, and the next command."""
     m = run.metadata
     kept, of = f"{m.kept_heads} of {m.query_heads}", percent(m.kept_heads, m.query_heads)
     does = "stay" if m.window is None else f"keep the whole past, others {m.window.size:,} tokens"
@@ -60,8 +60,8 @@ def _judged(m: GatesMetadata) -> list[Block]:
     (first, then), (reported_first, reported) = m.judgement.choose, m.judgement.report
     if not m.judgement.taken_after:
         words = (
-            f"No checkpoint is nearer to the original than the choice by scores, which is written: "
-            f"divergence {first:.4f} on held-out text, and {then:.4f} by gates."
+            "Scores made the choice: no checkpoint of the gates is nearer to the original. "
+            f"Divergence on held-out text: {first:.4f}, and {then:.4f} by gates."
         )
     else:
         words = (

@@ -37,7 +37,7 @@ class Judgement(BaseModel):
     """Choices of heads by scores and by gates, and how far they are from the original.
 
     Attributes:
-        taken_after: Step whose gates are written; 0 for the choice by scores.
+        taken_after: Step of the written gates; 0 for the choice by scores.
         exchanged: Units that gates keep and scores do not.
         choose: Divergence by scores and by gates, on the rows that decide.
         report: The same on other rows.
