@@ -423,9 +423,11 @@ class Bench:
             headprune.score(self.model, scores, data=text, **own, **amount)
             headprune.prune(self.model, out, scores=scores, **of_cut)
         elif row.method == "train_gates":
-            of_cut = {"refit": text} if settings.pop("refit", False) else {}
             headprune.train_gates(self.model, scores, data=text, **settings)
-            headprune.prune(self.model, out, gates=scores, layout="ragged", **of_cut)
+            if settings.get("form") == "window":
+                headprune.convert_swa(self.model, out, gates=scores)
+            else:
+                headprune.prune(self.model, out, gates=scores, layout="ragged")
         elif row.method == "convert_gqa":
             given: dict[str, Any] = {"calibrate": text, **amount}
             if settings.get("merge") == "mean":

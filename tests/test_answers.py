@@ -90,7 +90,9 @@ def test_needles_are_measured_beside_the_loss_of_answers(model, chats):
 def test_gates_and_healing_learn_answers(dtype, model, chats, tmp_path):
     small = {"data": chats, "loss": "answers", "steps": 3}
     small["seq_len"] = 64
-    run = headprune.train_gates(model, tmp_path / "gates", target_heads=0.5, dtype=dtype, **small)
+    run = headprune.train_gates(
+        model, tmp_path / "gates", target_heads=0.5, dtype=dtype, train="attention", **small
+    )
     assert run.metadata.kept_heads == 12
     headprune.prune(model, tmp_path / "cut", gates=tmp_path / "gates")
     healed = tiny.healed(tmp_path / "cut", model, tmp_path / "healed", chats, loss="answers")

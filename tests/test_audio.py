@@ -107,7 +107,9 @@ def test_the_loss_is_that_of_the_model(model, recordings):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gates_and_healing_learn_from_speech(dtype, model, recordings, tmp_path):
     small = {"data": recordings, "steps": 3}
-    headprune.train_gates(model, tmp_path / "gates", target_heads=0.5, dtype=dtype, **small)
+    headprune.train_gates(
+        model, tmp_path / "gates", target_heads=0.5, dtype=dtype, train="attention", **small
+    )
     cut = headprune.prune(model, tmp_path / "cut", gates=tmp_path / "gates", layout="ragged")
     assert heads(cut.model) == heads(tiny.model("whisper")) // 2
     healed = tiny.healed(tmp_path / "cut", model, tmp_path / "healed", recordings)

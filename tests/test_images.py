@@ -95,7 +95,9 @@ def test_a_model_of_images_is_scored_refitted_and_measured(model, images, tmp_pa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gates_and_healing_learn_from_images(dtype, model, images, tmp_path):
     small = {"data": images, "steps": 4, "batch_size": 8}
-    headprune.train_gates(model, tmp_path / "gates", target_heads=2, dtype=dtype, **small)
+    headprune.train_gates(
+        model, tmp_path / "gates", target_heads=2, dtype=dtype, train="attention", **small
+    )
     cut = headprune.prune(model, tmp_path / "cut", gates=tmp_path / "gates")
     assert heads(cut.model) == 2
     healed = tiny.healed(tmp_path / "cut", model, tmp_path / "healed", images)

@@ -127,7 +127,6 @@ def test_trained_gates(half, data, tmp_path):
     sound(
         prune(base, out, CutRequest(gates=tmp_path / "gates", layout=LayoutOption.RAGGED)),
         half,
-        base,
     )
 
 

@@ -106,7 +106,7 @@ def test_two_processes_train_gates(start, folder):
     command = ("train-gates", "model", "--target-heads", "0.5", "gates")
     done = start(folder, *command, "--overwrite")
     assert done.returncode == 0, done.stderr
-    assert len(re.findall("12 of 24 heads stay open", done.stdout)) == 1
+    assert len(re.findall("12 of 24 query heads stay", done.stdout)) == 1
     history = (folder / "gates" / "history.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in history] == [1, 2, 3, 4, 5, 6]
     assert read_metadata(folder / "gates").kept_heads == 12

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
@@ -186,7 +186,7 @@ def test_gates_belong_to_the_cut_they_made(place, tmp_path):
 
     folder = tmp_path / "gates"
     gates = read_gates(folder, read_metadata(folder).model)
-    tensors = {"log_alpha": gates.log_alpha, "kept": gates.kept, "value": gates.value + 0.01}
+    tensors = {"log_alpha": gates.log_alpha, "kept": gates.kept, "course": gates.course + 0.01}
     write_gates(folder, gates.metadata, tensors, gates.weights)
     with pytest.warns(HeadpruneWarning, match="belongs to none of its results: '.*gates'"):
         runs = report([place / "cut" / "small", tmp_path / "gates"], tmp_path / "b.html").runs
@@ -435,3 +435,17 @@ def test_a_step_on_the_way_is_not_called_the_original(place, tmp_path):
     column = measured(str(place / "base"))  # of the two, what it is compared with
     assert "perplexity, against the original" in column and "against merged" not in str(column)
     assert column["KV heads"] == "4 of 12 (33.3%)"
+
+
+def test_the_course_of_gates_is_drawn(page):
+    """A line per gate, from its start to the end of the training, and how many are decided."""
+    text = page.read_text()
+    assert "probability that the gate is open" in text
+    stays, closes = (
+        int(n)
+        for n in re.search(r"stays open \((\d+)\).*?closes \((\d+)\)", text, re.DOTALL).groups()
+    )
+    assert (stays, closes) == (6, 6)
+    (decided,) = re.findall(r"(\d+) of 12 gates are decided after 8 steps", text)[:1]
+    gates = load_file(page.parent / "cut" / "gates" / "gates.safetensors")
+    assert int(decided) == int(((gates["course"][-1] - 0.5).abs() >= 0.4).sum())

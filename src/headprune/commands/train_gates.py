@@ -14,6 +14,7 @@ from headprune.config.data import Loss, data_config
 from headprune.config.values import (
     FractionOrCount,
     Length,
+    NonNegativeInt,
     Positive,
     PositiveInt,
     Seed,
@@ -43,7 +44,7 @@ def _show(console: Console, result: GatesRun, values: Mapping[str, Any]) -> None
     needs={
         **dict.fromkeys(("keep_full", "window", "sinks", "context_tokens"), "form=window"),
         **dict.fromkeys(("target_heads", "l0_penalty", "train", "attention"), "form=removed"),
-        "weight_lr": "train",
+        "weight_lr": "train=attention|train=all",
         "init_log_alpha": "l0_penalty",
     },
     together=True,
@@ -70,7 +71,6 @@ def train_gates(
     ]
     | None = None,
     window: o.Window | None = None,
-    sinks: o.Sinks = 4,
     context_tokens: o.ContextTokens | None = None,
     steps: o.Steps = 100,
     unit: Annotated[
@@ -85,6 +85,7 @@ def train_gates(
         Literal["gates", "attention", "all"],
         o.option("Weights to train beside the gates.", panel=o.TRAINING),
     ] = "gates",
+    sinks: NonNegativeInt = 4,
     l0_penalty: Positive | None = None,
     batch_size: PositiveInt | None = None,
     seq_len: Length | None = None,

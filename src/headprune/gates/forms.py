@@ -1,7 +1,7 @@
 """Forms of a head whose gate closes: gone, with others in its place, or with a window.
 
 A gate z between the two ends makes the output of a head ``z open + (1 - z) closed``. Where W_O will
-be refitted once heads are gone, others stand in for a head: their outputs x predict part of its own.
+be refitted once heads are gone, others stand in for a head: their outputs x predict part of it.
 With zero mean, correlations C and independent noise of variance (1 - z) / z on each head that is
 the linear estimate
 
