@@ -113,11 +113,13 @@ COMMANDS = [
     f"compress m {D} --keep 0.5 --config calibration_tokens=256 --config seq_len=16 out",
 ]
 NUMBERS = ("0", "-1", "1", "nan", "inf", "-inf", "1e400", "99999999999999999999", "0.5", "1e-320")
-GATED = "target_heads gate_lr scale_lr temperature init_log_alpha finetune_fraction seed save_every"
+GATED = "target_heads gate_lr temperature calibration_tokens seed save_every"
 OPTIONS = {
-    f"train-gates m {D} --target-heads 0.5 {STEPS} out": f"{GATED} sparsity_warmup batch_size",
+    f"train-gates m {D} --target-heads 0.5 {STEPS} out": f"{GATED} batch_size",
     f"train-gates m {D} --target-heads 0.5 {STEPS} --train all out": "weight_lr seq_len",
     f"train-gates m {D} {STEPS} out": "l0_penalty",
+    f"train-gates m {D} {STEPS} --config l0_penalty=0.1 out": "init_log_alpha",
+    f"train-gates m {D} {STEPS} --form window --context 16 out": "window keep_full sinks",
     f"heal m --teacher m {D} {STEPS} out": "learning_rate seed batch_size",
     f"score m {D} --criterion fisher {SCORING} out": "calibration_tokens seed",
     "convert-gqa m out": "kv_heads",
@@ -141,7 +143,7 @@ MAY_BE_NULL = {
     *("evidence", "criterion", "keep", "teacher_id", "id", "measured", "scores", "seed", "choice"),
     *("data_sha256", "domains", "refit_left_out", "tensor_proof", "gated_vs_cut", "stderr"),
     *("kv_budget", "kv_heads", "merge", "merges", "rope", "weight_bytes", "peak_memory_bytes"),
-    *("needle", "needle_window", "window", "offered_window"),
+    *("needle", "needle_window", "window", "offered_window", "judgement"),
 }
 OF_MODELS = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 
