@@ -90,6 +90,8 @@ def test_needles_are_measured_beside_the_loss_of_answers(model, chats):
 def test_gates_and_healing_learn_answers(dtype, model, chats, tmp_path):
     small = {"data": chats, "loss": "answers", "steps": 3}
     small["seq_len"] = 64
+    run = headprune.train_gates(model, tmp_path / "scored", target_heads=0.5, dtype=dtype, **small)
+    assert run.metadata.judgement is not None
     run = headprune.train_gates(
         model, tmp_path / "gates", target_heads=0.5, dtype=dtype, train="attention", **small
     )

@@ -107,6 +107,8 @@ def test_the_loss_is_that_of_the_model(model, recordings):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gates_and_healing_learn_from_speech(dtype, model, recordings, tmp_path):
     small = {"data": recordings, "steps": 3}
+    run = headprune.train_gates(model, tmp_path / "scored", target_heads=0.5, dtype=dtype, **small)
+    assert run.metadata.judgement is not None
     headprune.train_gates(
         model, tmp_path / "gates", target_heads=0.5, dtype=dtype, train="attention", **small
     )

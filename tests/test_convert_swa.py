@@ -72,7 +72,7 @@ def test_the_heads_with_the_lowest_scores(folder):
             divmod(each, 3) for each in lowest
         )
     write_scores(folder / "scores", scores)
-    again = convert_swa(folder / "model", folder / "a", SwaConfig(), evidence=folder / "scores")
+    again = convert_swa(folder / "model", folder / "a", SwaConfig(), scores=folder / "scores")
     assert again.plan.attentions == plan_windows(model, scores, 0.5).attentions
     assert again.manifest.evidence.id == scores.id
 

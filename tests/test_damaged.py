@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import headprune
-from headprune.config import Form, ScoreConfig
+from headprune.config import ScoreConfig
 from headprune.errors import CheckpointError, HeadpruneError, PlanError
 from headprune.evidence.score import score
 from headprune.io.markup import sentence
@@ -333,7 +333,6 @@ def gates(model, tmp_path):
         headprune_version="0",
         model=identity(net, model),
         unit=Unit.KV_GROUP,
-        form=Form.REMOVED,
         temperature=2 / 3,
         modules=tuple(a.path for a in attentions),
         heads=tuple(a.query_ids for a in attentions),

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 import headprune
 from headprune import from_pretrained
+from headprune.config import DataConfig, TrainGatesConfig
+from headprune.context import Context
 from headprune.errors import HeadpruneError
 from headprune.evidence.statistics import collect
 from headprune.gates.forms import Correlation, narrowed, predicted
-from headprune.gates.gates import Gates
+from headprune.gates.gates import COURSE, Gates
+from headprune.gates.train_gates import train_gates
 from headprune.model.attention import attention_of
 from headprune.model.windows import Narrowed, windowed
 from headprune.schemas.gates import read_metadata
@@ -45,14 +50,13 @@ def test_open_heads_tell_of_closed_ones_what_least_squares_tell(mean):
     penalty = torch.diag(1e-3 * len(x) * scale[known].square())
     moments = about[:, known].T @ about[:, known] + penalty
     wanted = about[:, known] @ torch.linalg.solve(moments, about[:, known].T @ about[:, ~known])
-    # a thousandth of a closed head stays: x reaches 15
-    torch.testing.assert_close(found[:, ~known], wanted + middle[~known], rtol=5e-3, atol=2e-2)
+    torch.testing.assert_close(found[:, ~known], wanted + middle[~known], rtol=5e-3, atol=5e-3)
     torch.testing.assert_close(found[:, known], x[:, known], rtol=5e-3, atol=2e-2)
     assert not torch.allclose(found[:, ~known], x[:, ~known], atol=0.5)
     every = others.predict(torch.ones(HEADS), x[None])[0]
     torch.testing.assert_close(every, x, rtol=1e-4, atol=1e-4)
     none = others.predict(torch.zeros(HEADS), x[None])[0]
-    torch.testing.assert_close(none, middle.expand_as(none), rtol=0, atol=0.1)
+    torch.testing.assert_close(none, middle.expand_as(none), rtol=0, atol=1e-4)
 
 
 def test_what_makes_up_for_a_head_has_a_slope():
@@ -62,9 +66,24 @@ def test_what_makes_up_for_a_head_has_a_slope():
     others = Correlation(torch.zeros(12), scale, x.T @ x / len(x) / scale / scale[:, None])
     for value in (0.0, 0.5, 1.0):
         gate = torch.full((HEADS,), value, requires_grad=True)
-        others.predict(gate, x[None]).square().sum().backward()
+        (others.predict(gate, x[None]) * x).sum().backward()
         assert gate.grad is not None
         assert gate.grad.isfinite().all() and (gate.grad.abs() > 1e-3).all()
+
+
+@pytest.mark.parametrize("steps", [5, 20, 100])
+def test_the_course_holds_the_start_and_the_end(steps):
+    gates = Gates(attention_of(tiny.model("gpt2")), Unit.HEAD, 0.0, 2 / 3)
+    gates.record(0, steps)
+    started = gates.open_probability().detach().clone()
+    for step in range(1, steps + 1):
+        with torch.no_grad():
+            gates.log_alpha += 0.01
+        gates.record(step, steps)
+    assert torch.equal(gates.course[0], started)
+    assert torch.equal(gates.course[COURSE], gates.open_probability())
+    assert (gates.course[:, 0] >= 0).sum() == min(steps, COURSE) + 1
+    assert not torch.equal(gates.course[0], gates.course[COURSE])
 
 
 @pytest.mark.parametrize("case", ["llama-gqa", "gpt2", "bert-mlm"])
@@ -133,6 +152,65 @@ def test_slopes_of_gates_at_full_attention_are_those_of_scores(tmp_path):
     for gate, slope in zip(gates, of_batch, strict=True):
         torch.testing.assert_close(gate.grad, slope.sum(1), rtol=1e-3, atol=1e-6)
     assert not torch.allclose(gates[0].grad, of_batch[1].sum(1), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep_full": 1.0}, "Nothing would get a window"),
+        ({"loss": "answers"}, "leave out --config loss=answers"),
+        ({"window": 64}, "leaves nothing out of a context"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(settings, message, llama_folder, text_file, tmp_path):
+    how = {"form": "window", "window": 8, "context_tokens": 64, "steps": 1} | settings
+    with pytest.raises(HeadpruneError, match=message):
+        headprune.train_gates(llama_folder, tmp_path / "g", data=text_file, **how)
+    assert not (tmp_path / "g").exists()
+
+
+def test_a_model_with_an_empty_layer(llama_folder, text_file, tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"model.layers.1.self_attn": [*range(6)]}))
+    headprune.prune(llama_folder, tmp_path / "cut", plan=plan)
+    how = {"data": text_file, "steps": 2}
+    removed = headprune.train_gates(tmp_path / "cut", tmp_path / "g", target_heads=10, **how)
+    assert removed.metadata.kept_heads == 10 and removed.metadata.refitted
+    again = headprune.prune(tmp_path / "cut", tmp_path / "again", gates=tmp_path / "g")
+    assert again.plan.kept_heads == 10
+    windows = {"form": "window", "window": 8, "context_tokens": 64}
+    run = headprune.train_gates(tmp_path / "cut", tmp_path / "w", **how, **windows)
+    assert run.metadata.query_heads == 18 and run.metadata.kept_heads == 8
+
+
+def test_modules_that_run_twice_start_from_other_scores(text_file, tmp_path):
+    folder, lines = tiny.save(tiny.model("albert"), tmp_path / "model"), []
+    config = TrainGatesConfig(target_heads=0.5, steps=2)
+    context = Context(line=lambda line, good=None: lines.append(line))
+    run = train_gates(
+        folder, DataConfig(source=str(text_file)), tmp_path / "g", config, context=context
+    )
+    assert "no scores by compensated" in lines[0] and "text" not in lines[0].split(":")[0]
+    assert run.metadata.judgement is not None and not run.metadata.refitted
+
+
+def test_what_gates_of_an_encoder_leave_out_need_no_text(tmp_path):
+    """A refit of all modules: targets of a word make the decoder's moments singular."""
+    pairs = tmp_path / "pairs.csv"
+    words = tiny.text(900).split()
+    lines = [f"{' '.join(words[at : at + 40])},{words[at]}" for at in range(0, 860, 40)]
+    pairs.write_text("\n".join(["source,target", *lines]))
+    folder = tiny.save(tiny.model("bart"), tmp_path / "model")
+    run = headprune.train_gates(
+        folder,
+        tmp_path / "g",
+        data=pairs,
+        text_column="source,target",
+        target_heads=0.5,
+        attention="encoder",
+        steps=2,
+    )
+    assert not run.metadata.refitted and run.metadata.judgement is not None
 
 
 @pytest.mark.parametrize("unit", [None, "layer"])

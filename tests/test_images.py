@@ -95,6 +95,10 @@ def test_a_model_of_images_is_scored_refitted_and_measured(model, images, tmp_pa
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gates_and_healing_learn_from_images(dtype, model, images, tmp_path):
     small = {"data": images, "steps": 4, "batch_size": 8}
+    run = headprune.train_gates(model, tmp_path / "scored", target_heads=2, dtype=dtype, **small)
+    assert run.metadata.refitted and run.metadata.judgement is not None
+    assert heads(headprune.prune(model, tmp_path / "fit", gates=tmp_path / "scored").model) == 2
+    # W_O refitted leaves too little to heal
     headprune.train_gates(
         model, tmp_path / "gates", target_heads=2, dtype=dtype, train="attention", **small
     )

@@ -7,10 +7,12 @@ import json
 import math
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import TrainerCallback
@@ -23,7 +25,7 @@ from headprune.distillation.trainer import HealedModel
 from headprune.errors import HeadpruneError, Interrupted, PlanError
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, labelled
-from headprune.gates.sparsity import ConstantPenalty, HeadTarget, best_units
+from headprune.gates.sparsity import ConstantPenalty, HeadTarget
 from headprune.gates.train_gates import original_of, train_gates
 from headprune.gates.trainer import GatedModel, freeze
 from headprune.model.attention import attention_of
@@ -315,6 +317,41 @@ def test_a_constant_penalty_is_that_of_voitas_code():
     assert torch.equal(gates.log_alpha, before)
 
 
+def test_the_config_of_voita_is_the_schedule_of_the_paper(text_file, tmp_path, monkeypatch):
+    """Equal gates, beta 0.33, one lambda at every step while heads are chosen, no bound."""
+    settings = yaml.safe_load((Path(__file__).parents[1] / "configs" / "voita.yaml").read_text())
+    own = {name: settings[name] for name in settings if name in TrainGatesConfig.model_fields}
+    assert settings.keys() - own == {"model", "output", "data", "text_column"}
+    assert own["temperature"] == 0.33 and own["attention"] == "encoder"
+    pairs = tmp_path / "pairs.csv"
+    words = text_file.read_text().split()
+    rows = (f"{' '.join(words[at : at + 9])},{' '.join(words[at : at + 7])}" for at in range(80))
+    pairs.write_text("\n".join(["en,de", *rows]))
+    folder = tiny.save(tiny.model("bart"), tmp_path / "model")
+    drawn, penalties = list[torch.Tensor](), list[float]()
+    sample, penalty = hard_concrete.sample, ConstantPenalty.penalty
+
+    def noted(log_alpha, temperature, draws):
+        drawn.append(log_alpha.detach().clone())
+        assert temperature == 0.33
+        return sample(log_alpha, temperature, draws)
+
+    def priced(sparsity, gates):
+        value = penalty(sparsity, gates)
+        penalties.append(float((value / gates.open_probability().sum()).detach()))
+        return value
+
+    monkeypatch.setattr(hard_concrete, "sample", noted)
+    monkeypatch.setattr(ConstantPenalty, "penalty", priced)
+    config = TrainGatesConfig(**own | {"steps": 10, "batch_size": 8, "gate_lr": 3.0})
+    data = DataConfig(source=str(pairs), text_column="en,de")
+    result = train_gates(folder, data, tmp_path / "g", config)
+    assert (drawn[0] == own["init_log_alpha"]).all()
+    assert penalties == pytest.approx([own["l0_penalty"]] * 8)  # heads are chosen after 80 %
+    assert torch.stack(drawn).abs().max() > BOUND
+    assert result.metadata.judgement is None and result.metadata.trained_weights
+
+
 def test_a_saturated_gate_still_has_a_gradient():
     def moving(log_alpha):
         gates = torch.full((1,), log_alpha, requires_grad=True)
@@ -516,12 +553,13 @@ def test_refitted_gates_are_cut_as_they_were_fitted(llama_folder, text_file, tmp
     assert not (tmp_path / "other").exists()
 
 
-def test_text_too_short_for_scores_trains_equal_gates(llama_folder, tmp_path):
+def test_text_too_short_for_a_refit_trains_plain_gates(llama_folder, tmp_path):
     short, lines = tmp_path / "short.txt", []
     short.write_text(tiny.text(60))
     heard = {"line": lambda line, good=None: lines.append(line)}
     result = run(llama_folder, short, tmp_path / "g", seq_len=4, batch_size=2, **heard)
-    assert "too little text for scores" in lines[0]
+    assert "no scores by compensated: The data has 60 tokens" in lines[0]
+    assert lines[-1] == "all gates start equal, and W_O stays as it is"
     assert result.metadata.judgement is None and not result.metadata.refitted
     assert result.metadata.kept_heads == 12
 
@@ -529,9 +567,9 @@ def test_text_too_short_for_scores_trains_equal_gates(llama_folder, tmp_path):
 def test_every_module_keeps_its_best_unit_where_it_must():
     scores, sizes = torch.tensor([9.0, 8.0, 7.0, 1.0, 2.0, 3.0, 0.0]), [1] * 7
     assert keep_best(scores.tolist(), sizes, 3) == [0, 1, 2]
-    assert best_units(scores, sizes, 3) == [0, 1, 2]
-    assert best_units(scores, sizes, 3, [3, 2, 2]) == [0, 4, 5]
-    assert best_units(scores, sizes, 4, [3, 2, 2]) == [0, 1, 4, 5]
+    assert HeadTarget(3).best(scores, sizes) == [0, 1, 2]
+    assert HeadTarget(3, [3, 2, 2]).best(scores, sizes) == [0, 4, 5]
+    assert HeadTarget(4, [3, 2, 2]).best(scores, sizes) == [0, 1, 4, 5]
     assert scores.tolist() == [9, 8, 7, 1, 2, 3, 0]
 
 

@@ -106,11 +106,13 @@ def convert_swa(
     if scores is not None or gates is not None:
         refuse_beside_evidence(locals())
     text = o.data_at(data, text_column)
-    evidence = scores if gates is None else gates
-    folder_of = None if evidence is None else Path(evidence)
+    scored = None if scores is None else Path(scores)
 
     def converted(folder: Path) -> Pruned:
-        return conversion.convert_swa(model, folder, config, text, folder_of, overwrite, context)
+        if gates is not None:
+            how = (config, overwrite, context)
+            return conversion.convert_swa_by_gates(model, folder, Path(gates), *how)
+        return conversion.convert_swa(model, folder, config, text, scored, overwrite, context)
 
     if heal_steps is None or text is None:
         return converted(Path(output))

@@ -314,9 +314,9 @@ class TrainGatesConfig(Settings):
         window: Latest tokens that a head with a window sees; None as for ``SwaConfig``.
         context_tokens: Tokens the model is used with; None as for ``SwaConfig``.
         calibration_tokens: Tokens for the scores that gates start from, and for the refit of W_O.
-        batch_size: Sequences of a step; None for 1,024 tokens.
+        batch_size: Rows of a step; None for 1,024 tokens, or four examples; with windows, one.
         seq_len: Tokens per sequence; None for 1,024, or four windows.
-        save_every: Steps between checkpoints; None for a tenth of all.
+        save_every: Steps between checkpoints; None for a fifth of all.
     """
 
     form: Form = Form.REMOVED

@@ -223,14 +223,10 @@ def batches(
     return Batches(rows, collate_cut, of_step, sentences)
 
 
-def _most_rows(
-    config: TrainGatesConfig | HealConfig | CalibrationConfig, length: int
-) -> int | None:
-    """Return how many rows of at least ``length`` tokens a run uses; None for all."""
+def _most_rows(config: TrainGatesConfig | HealConfig | CalibrationConfig, length: int) -> int:
+    """Return how many rows of at least ``length`` tokens a run uses."""
     if isinstance(config, CalibrationConfig):
         return rows_of(config.calibration_tokens, length)
-    if config.steps is None:
-        return None
     of_step = config.batch_size or max(1, STEP_TOKENS // length) * processes.count()
     return max(config.steps, _STEPS) * of_step + 2 * MOST_HELD_OUT
 

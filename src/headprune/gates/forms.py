@@ -65,7 +65,7 @@ class Correlation:
     ) -> Float[Tensor, "batch length width"]:
         """Return the prediction of all heads from the gated ones, in the dtype of ``x``."""
         z = gate.repeat_interleave(len(self.scale) // len(gate))
-        noisy = self.matrix * z + torch.diag(1 - z + _RIDGE)
+        noisy = self.matrix * z + torch.diag(1 - z + _RIDGE * z)
         # solve itself would ask the device whether it is singular, which the ridge excludes
         lost, _ = torch.linalg.solve_ex(noisy, torch.diag(1 - z), left=False)
         matrix = (torch.eye(len(z), device=z.device) - lost) * self.scale[:, None] / self.scale
@@ -74,28 +74,29 @@ class Correlation:
 
 @contextmanager
 def predicted(
-    attentions: Sequence[Attention], source: GateSource, correlations: Sequence[Correlation]
+    attentions: Sequence[Attention],
+    source: GateSource,
+    correlations: Sequence[Correlation | None],
 ) -> Iterator[None]:
     """Gate heads in a ``with`` block, and have open heads make up for closed ones.
 
     Args:
         attentions: The modules.
         source: As of ``model.gating.gated``, of shape (1, query heads).
-        correlations: Moments of every module.
+        correlations: Moments of every module; None for one that never runs.
     """
 
-    def hook(position: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def hook(
+        position: int, others: Correlation, module: nn.Module, args: tuple[Any, ...]
+    ) -> tuple[Any, ...] | None:
         gate = source(position)
-        return (
-            None if gate is None else (correlations[position].predict(gate[0], args[0]), *args[1:])
-        )
+        return None if gate is None else (others.predict(gate[0], args[0]), *args[1:])
 
     with ExitStack() as stack:
-        for position, attention in enumerate(attentions):
-            if attention.query_heads:
-                handle = attention.output_projection.register_forward_pre_hook(
-                    partial(hook, position)
-                )
+        for position, (attention, others) in enumerate(zip(attentions, correlations, strict=True)):
+            if others is not None:
+                act = partial(hook, position, others)
+                handle = attention.output_projection.register_forward_pre_hook(act)
                 stack.callback(handle.remove)
         yield
 

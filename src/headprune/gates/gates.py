@@ -123,10 +123,11 @@ class Gates(nn.Module):
         return hard_concrete.open_probability(self.log_alpha, self.temperature)
 
     @torch.no_grad()
-    def record(self, done: float) -> None:
-        """Keep the course of the gates; ``done`` is the share of the steps."""
-        place = int(done * COURSE)
-        self.course[place] = self.open_probability()
+    def record(self, step: int, steps: int) -> None:
+        """Keep the course of the gates, at the steps where a place of it is reached."""
+        place = step * COURSE // steps
+        if not step or place > (step - 1) * COURSE // steps:
+            self.course[place] = self.open_probability()
 
     @torch.no_grad()
     def choose(self, kept: Sequence[int]) -> None:

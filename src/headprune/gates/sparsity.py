@@ -53,6 +53,10 @@ class Sparsity(ABC):
     def choice(self, gates: Gates) -> list[int]:
         """Return the units that stay."""
 
+    def best(self, scores: Float[Tensor, " units"], sizes: Sequence[int]) -> list[int]:
+        """Return the units that stay by other scores."""
+        return keep_best(scores.tolist(), sizes, self.heads)
+
 
 class HeadTarget(Sparsity):
     """Exactly ``heads`` query heads stay.
@@ -64,7 +68,7 @@ class HeadTarget(Sparsity):
 
     def __init__(self, heads: int, of_module: Sequence[int] | None = None) -> None:
         self.heads = heads
-        self.of_module = of_module
+        self._of_module = of_module
 
     def penalty(self, gates: Gates) -> float:
         """Return 0: the multiplier acts after the step."""
@@ -77,22 +81,16 @@ class HeadTarget(Sparsity):
 
     def choice(self, gates: Gates) -> list[int]:
         """Return the most open units that add up to the heads that stay."""
-        return best_units(gates.log_alpha.detach(), gates.unit_sizes, self.heads, self.of_module)
+        return self.best(gates.log_alpha.detach(), gates.unit_sizes)
 
-
-def best_units(
-    scores: Float[Tensor, " units"],
-    sizes: Sequence[int],
-    heads: int,
-    of_module: Sequence[int] | None = None,
-) -> list[int]:
-    """Return the best units that add up to ``heads``; arguments as of ``HeadTarget``."""
-    if of_module is not None:  # the best of every module before all others
-        parts = scores.clone().split(list(of_module))
-        for part in filter(len, parts):
-            part[part.argmax()] += scores.max() - scores.min() + 1
-        scores = torch.cat(parts)
-    return keep_best(scores.tolist(), sizes, heads)
+    def best(self, scores: Float[Tensor, " units"], sizes: Sequence[int]) -> list[int]:
+        """Return the best units by some scores that add up to the heads that stay."""
+        if self._of_module is not None:  # the best of every module before all others
+            parts = scores.clone().split(list(self._of_module))
+            for part in filter(len, parts):
+                part[part.argmax()] += scores.max() - scores.min() + 1
+            scores = torch.cat(parts)
+        return super().best(scores, sizes)
 
 
 class ConstantPenalty(Sparsity):

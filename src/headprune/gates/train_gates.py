@@ -37,18 +37,20 @@ from headprune.config import (
     TrainGatesConfig,
     WindowConfig,
 )
+from headprune.config import data as data_settings
 from headprune.context import Context
 from headprune.data.batches import Batches, batches, calibration
 from headprune.data.far import far_rows
-from headprune.data.text import Sequences
+from headprune.data.text import Sequences, evenly
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneError, PlanError
+from headprune.evidence.criteria import CRITERIA
 from headprune.evidence.score import scores_on
 from headprune.evidence.windows import candidates, sequence_of, window_of, window_scores
 from headprune.gates.forms import Correlation, narrowed, predicted
 from headprune.gates.gates import Gates
 from headprune.gates.objectives import Distillation, Loss, labelled
-from headprune.gates.sparsity import ConstantPenalty, HeadTarget, Sparsity, best_units
+from headprune.gates.sparsity import ConstantPenalty, HeadTarget, Sparsity
 from headprune.gates.trainer import GateCallback, GatedModel, GateTrainer, freeze
 from headprune.io.outputs import whole_folder
 from headprune.model.attention import attention_of, family_of, of_kinds, refuse_unknown_kinds
@@ -82,8 +84,11 @@ from headprune.training import (
 )
 
 _AGAIN = "Continue with the same command and --resume."
-_CRITERIA = ("compensated", "reconstruction")  # the second needs no labels
-_FAR = 3  # rows of text per row that asks for what lies far back
+# the second needs no labels, the last no Gram matrix, as of little text or of modules run twice
+_CRITERIA = ("compensated", "reconstruction", "fisher")
+_TEXT_PER_FAR = 3  # rows of text per row of questions about the far past
+_JUDGES = 4  # rows of text, and as many of questions: each is four windows long
+_CHECKPOINTS = 5  # of which held-out text takes the best
 _SETTLES = 0.2  # share of the steps that weights train on, once the heads are chosen
 
 
@@ -206,11 +211,10 @@ def _trained(
     judged = config.train is Train.GATES and config.l0_penalty is None
     by_scores = None
     if start.scores is not None:
-        of_module = sparsity.of_module if isinstance(sparsity, HeadTarget) else None
-        by_scores = best_units(start.scores, gates.unit_sizes, sparsity.heads, of_module)
+        by_scores = sparsity.best(start.scores, gates.unit_sizes)
         gates.start_from(start.scores, len(by_scores))
         sparsity.after_step(gates)
-    gates.record(0.0)
+    gates.record(0, config.steps)
     gates.draws = 1 if start.examples is not None else None  # all make up for the same heads
     gates.to(devices.chosen())  # Trainer moves no model that is in shards
     loss = _loss(net, config)
@@ -227,13 +231,18 @@ def _trained(
         GatedModel(net, gates, loss),
         remedies=_remedies(config),
         args=training_arguments(
-            run, config.steps, text.of_step, config.seed, config.save_every, max_grad_norm=1.0
+            run,
+            config.steps,
+            text.of_step,
+            config.seed,
+            config.save_every or max(1, config.steps // _CHECKPOINTS),
+            max_grad_norm=1.0,
         ),
         train_dataset=text.rows,
         data_collator=text.collate,
     )
+    trainer.before = math.inf
     with start.acting(gates.source), stop_on_interrupt() as stopped:
-        trainer.before = math.inf
         if judged and by_scores is not None:
             context.stage("measuring the choice by scores")
             trainer.before = trainer.divergence = trainer.divergence_of(by_scores, choose)
@@ -245,17 +254,19 @@ def _trained(
             course = gates.course.clone()
             step = trainer.take_best()
             gates.course.copy_(course)  # whole, not up to the best checkpoint
-            if by_scores is not None:
+            if start.scores is not None and by_scores is not None:
                 judgement = _judge(trainer, step, by_scores, choose, report)
                 if not step:
+                    gates.start_from(start.scores, len(by_scores))
                     gates.choose(by_scores)
         if not gates.chosen:
             gates.choose(sparsity.choice(gates))
     changed = set[int]()
     if start.examples is not None:
         context.stage("refitting")
-        processes.on_main(partial(_refit, net, attentions, gates, start.examples, context))
-        changed = set(map(id, _output_weights(model.attentions)))
+        refitting = partial(_refit, net, attentions, gates, start.examples, context)
+        if processes.on_main(refitting):
+            changed = set(map(id, _output_weights(model.attentions)))
     weights = {
         name: weight.detach().cpu().contiguous()
         for name, weight in net.named_parameters()
@@ -286,8 +297,11 @@ def _sparsity(
     if config.l0_penalty is not None:
         return ConstantPenalty(config.l0_penalty)
     if config.form is Form.WINDOW:
-        kept = 0.5 if config.keep_full is None else config.keep_full
-        return HeadTarget(full_units(kept, len(gates.unit_sizes), gates.unit is Unit.LAYER))
+        kept, units = config.keep_full, len(gates.unit_sizes)
+        full = full_units(0.5 if kept is None else kept, units, gates.unit is Unit.LAYER)
+        if full == units:
+            raise PlanError("Nothing would get a window: keep less of the past full.")
+        return HeadTarget(full)
     assert config.target_heads is not None
     counts = [len(members(gates.unit, a.group_sizes)) for a in attentions]
     of_module = counts if family_of(net.config).keeps_a_head else None
@@ -303,9 +317,11 @@ def _removal(
 ) -> Start:
     """Start gates of removal from scores, and have open heads make up for closed ones.
 
-    Too little text for either leaves equal gates. So do the setting of Voita et al. and shards.
+    Without scores all gates start equal: in the setting of Voita et al., and in shards.
     """
     equal, net = Start(partial(gated, attentions)), model.net
+    if in_shards():
+        context.line("shards have no scores: all gates start equal, and W_O stays as it is")
     if config.l0_penalty is not None or in_shards():
         return equal
     length = min(CalibrationConfig().seq_len, most_tokens(model.any_net, model.tokenizer) or 2**31)
@@ -315,19 +331,18 @@ def _removal(
             try:
                 scores, statistics = scores_on(model, how, data, context)
                 break
-            except (DataError, PlanError):
-                continue
+            except (DataError, PlanError) as error:
+                context.line(f"no scores by {criterion}: {error}")
         else:
-            context.line(
-                "too little text for scores: all gates start equal, and W_O stays as it is"
-            )
+            context.line("all gates start equal, and W_O stays as it is")
             return equal
     values = scores.scores[criterion].float()
-    if config.train is not Train.GATES or not scores.metadata.refits:
+    refits = scores.metadata.refits and "gram" in CRITERIA[criterion].needs
+    if config.train is not Train.GATES or not refits:
         return Start(equal.acting, values)
     device = devices.chosen()
     others = [
-        Correlation.of(part, attention, device)
+        Correlation.of(part, attention, device) if part.runs else None
         for part, attention in zip(statistics, attentions, strict=True)
     ]
     fit = calibration(net, model.tokenizer, data, how, "train-gates").fit
@@ -342,8 +357,13 @@ def _narrowing(
     context: Context,
 ) -> Start:
     """Start gates of windows from their scores."""
+    if data.loss is data_settings.Loss.ANSWERS:
+        raise DataError(
+            "Windows are chosen on running text and questions about it: leave out --config "
+            "loss=answers."
+        )
     assert config.unit is not None
-    half = config.calibration_tokens // 2  # as many of prompts
+    half = max(2, config.calibration_tokens // 2)  # as many of prompts
     how = config.part(WindowConfig, batch_size=4, calibration_tokens=half, unit=config.unit)
     window = window_of(model.net, model.tokenizer, how)
     acting = partial(narrowed, attentions, window=(window.size, window.sinks))
@@ -367,16 +387,23 @@ def _rows(
     fit, choose, report = text.split()
     if window is not None:
         first, edge = len(around(tokenizer).before), (window.size, window.sinks)
+        few = [part.select(evenly(len(part), min(_JUDGES, len(part)))) for part in (choose, report)]
         fit, choose, report = (
             _with_far(part, far_rows(part["input_ids"], tokenizer, edge, first, seed), share)
-            for part, seed, share in ((fit, config.seed, _FAR), (choose, 1, 1), (report, 2, 1))
+            for part, seed, share in (
+                (fit, config.seed, _TEXT_PER_FAR),
+                (few[0], 1, 1),
+                (few[1], 2, 1),
+            )
         )
 
         def collate(features: list[dict[str, Any]]) -> Any:
             columns = {name: torch.tensor([f[name] for f in features]) for name in features[0]}
             return {**columns, "use_cache": False}
 
-        text = text._replace(collate=collate)
+        # one row a step and process: the few answers of a row would drown among those of others
+        of_step = config.batch_size or processes.count()
+        text = text._replace(collate=collate, of_step=of_step)
     return text._replace(rows=fit), choose, report
 
 
@@ -384,7 +411,7 @@ def _with_far(rows: Dataset, far: list[dict[str, list[int]]], share: int) -> Dat
     """Mix rows of text with questions about its far past: one to ``share`` rows of text."""
     ids = rows["input_ids"]
     text = Dataset.from_dict({"input_ids": ids, "labels": ids})
-    few = far[: max(1, len(text) // share)]
+    few = [far[at] for at in evenly(len(far), min(len(far), max(1, len(text) // share)))]
     return concatenate_datasets([text, Dataset.from_list(few)]) if few else text
 
 
@@ -415,7 +442,7 @@ def _natural(model: Model, data: DataConfig) -> Objective:
     of_task = {"causal-lm": Objective.LM, "seq2seq-lm": Objective.LM, "masked-lm": Objective.MLM}
     if model.task in of_task:
         return of_task[model.task]
-    labelled = data.label_column or modality_of(model.net) == "sound"
+    labelled = data.label_column or modality_of(model.net) != "text"
     if model.task == "ctc" or (labelled and model.task in (*CLASSIFIERS, "token-classification")):
         return Objective.TASK
     raise HeadpruneError(
@@ -430,13 +457,19 @@ def _refit(
     gates: Gates,
     examples: Sequences,
     context: Context,
-) -> None:
-    """Refit every W_O to the heads that stay."""
+) -> bool:
+    """Refit every W_O to the heads that stay; return whether the text sufficed."""
     of_head = gates.values().detach()[gates.unit_of_head].cpu()
     rows = of_head.split([attention.query_heads for attention in attentions])
     every = attention_of(net)
-    with _in_float32(net):
-        refit(net, every, open_elsewhere(every, attentions, rows), examples.whole(), context.step)
+    try:
+        with _in_float32(net):
+            of_all = open_elsewhere(every, attentions, rows)
+            refit(net, every, of_all, examples.whole(), context.step)
+    except (DataError, PlanError) as error:
+        context.line(f"W_O stays as it is: {error}")
+        return False
+    return True
 
 
 def _output_weights(attentions: Sequence[Attention]) -> list[nn.Parameter]:
@@ -499,7 +532,6 @@ def _finish(
     metadata = GatesMetadata(
         headprune_version=__version__,
         **about,
-        form=config.form,
         window=trained.window,
         temperature=gates.temperature,
         modules=tuple(a.path for a in attentions),

@@ -85,6 +85,7 @@ class GateTrainer(ResumableTrainer):
         self.choosing = choosing
         self.rows = rows
         self.divergence: float | None = None
+        self._known: dict[tuple[int, tuple[int, ...]], float] = {}  # a choice often stays
 
     @property
     def gates(self) -> Gates:
@@ -109,6 +110,8 @@ class GateTrainer(ResumableTrainer):
     @torch.no_grad()
     def divergence_of(self, kept: list[int], rows: Dataset) -> float:
         """Return the mean loss of rows with the gates of some units open, and no others."""
+        if (known := self._known.get((id(rows), tuple(kept)))) is not None:
+            return known
         self.model.eval()
         with self.gates.choosing(kept):
             losses = [
@@ -116,7 +119,9 @@ class GateTrainer(ResumableTrainer):
             ]
         reshard(self.model)
         self.model.train()
-        return processes.mean([fmean(losses)])[0]  # all processes must choose the same
+        # all processes must choose the same
+        divergence = self._known[id(rows), tuple(kept)] = processes.mean([fmean(losses)])[0]
+        return divergence
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make AdamW: gates have no decay, and their own learning rate."""
@@ -171,7 +176,7 @@ class GateCallback(HistoryCallback):
             trainer.sparsity.after_step(gates)
             if step == trainer.choosing and bool(finite):  # or the record is refused
                 gates.choose(trainer.sparsity.choice(gates))
-        gates.record(step / state.max_steps)
+        gates.record(step, state.max_steps)
         undecided = (gates.open_probability() - 0.5).abs() < 0.4
         return {
             **super().record(state),

@@ -84,6 +84,8 @@ class AttentionCall:
     def masked(self, kv_positions: Sequence[int], window: tuple[int, int]) -> Tensor:
         """Return the outputs with a window for some KV heads; shape as of ``outputs``."""
         every, near = self.seen(window)
+        if len(kv_positions) == self.key.shape[1]:
+            return self.outputs(mask_of(near, own_attention(self.module)[1], self.query.dtype))
         group = self.query.shape[1] // self.key.shape[1]
         narrow = torch.zeros(self.key.shape[1], dtype=torch.bool, device=near.device)
         narrow[list(kv_positions)] = True

@@ -120,6 +120,15 @@ def roles_chart(record: RolesRecord) -> Chart:
     )
 
 
+def _taken(gates: TrainedGates) -> str:
+    judgement = gates.metadata.judgement
+    if judgement is None:
+        return "the last ones are written"
+    if not judgement.taken_after:
+        return "the choice by scores is written, as none of theirs was nearer to the original"
+    return f"those of step {judgement.taken_after:,} are written"
+
+
 def gates_chart(gates: TrainedGates) -> Chart:
     """Return a chart of the probability of every gate to be open, over the training."""
     recorded = (gates.course >= 0).all(1).nonzero().flatten().tolist()
@@ -137,5 +146,5 @@ def gates_chart(gates: TrainedGates) -> Chart:
         figures.courses(places, lines, "step", "probability that the gate is open"),
         f"{sure[-1]} of {len(kept)} gates are decided after {places[-1]:,} steps.",
         Table(("step", "gates open or closed with 90 %"), rows),
-        "A line per gate: where it began, and when it closed.",
+        f"A line per gate; {_taken(gates)}.",
     )

@@ -57,11 +57,12 @@ def _judged(m: GatesMetadata) -> list[Block]:
     """Say which choice is written, and by how much it is better."""
     if m.judgement is None:
         return []
-    (first, then), (reported_first, reported) = m.judgement.choose, m.judgement.report
+    reported_first, reported = m.judgement.report
     if not m.judgement.taken_after:
         words = (
             "Scores made the choice: no checkpoint of the gates is nearer to the original. "
-            f"Divergence on held-out text: {first:.4f}, and {then:.4f} by gates."
+            f"Divergence on text that chose nothing: {reported_first:.4f}, and {reported:.4f} by "
+            "the last gates."
         )
     else:
         words = (

@@ -14,7 +14,6 @@ from headprune.model.open import Model, open_model
 from headprune.planning.windows import plan_windows, windows_of_gates
 from headprune.proof.twins import refuse_unproven
 from headprune.result.write import Changes, Proposal, Pruned, write
-from headprune.schemas.gates import METADATA
 from headprune.schemas.plan import Plan
 from headprune.schemas.records import Evidence, Windowing
 from headprune.schemas.scores import Scores, read_scores
@@ -26,13 +25,13 @@ _NONE_FULL = (
 )
 
 
-@claims_output("model", "data", "evidence")
+@claims_output("model", "data", "scores")
 def convert_swa(
     model: str | Path,
     output: Path,
     config: SwaConfig,
     data: DataConfig | None = None,
-    evidence: Path | None = None,
+    scores: Path | None = None,
     overwrite: bool = False,
     context: Context = Context(),
 ) -> Pruned:
@@ -46,7 +45,7 @@ def convert_swa(
         output: Folder to write; it appears whole or not at all.
         config: The window, and how many KV heads keep the whole past.
         data: Text that chooses the heads; None for that which comes with headprune.
-        evidence: Instead, a folder of scores, or of gates, which chose the heads; both of windows.
+        scores: Instead, a scores folder of ``score --form window``.
         overwrite: Replace an existing output.
         context: Progress and permissions.
 
@@ -55,17 +54,46 @@ def convert_swa(
         ProofError: If the result does not compute as the original with a mask per head.
     """
     context.stage("reading the headers")
-    opened = open_model(model, config.dtype, context.allowed, calibrates=evidence is None)
+    opened = open_model(model, config.dtype, context.allowed, calibrates=scores is None)
     refuse_unproven(opened, context)
-    if evidence is not None and (evidence / METADATA).is_file():
-        plan, gates = windows_of_gates(opened, evidence)
-        chosen_by = Evidence(kind="gates", id=gates.id, seed=gates.metadata.seed)
-        proposal = _proposal(opened, plan, chosen_by, gates.metadata.modules)
-    else:
-        scores = None if evidence is None else read_scores(evidence, opened.identity)
-        proposal = propose_windows(opened, config, data, scores, context)
+    chosen = None if scores is None else read_scores(scores, opened.identity)
+    proposal = propose_windows(opened, config, data, chosen, context)
+    return _written(opened, output, proposal, config, context)
+
+
+@claims_output("model", "gates")
+def convert_swa_by_gates(
+    model: str | Path,
+    output: Path,
+    gates: Path,
+    config: SwaConfig,
+    overwrite: bool = False,
+    context: Context = Context(),
+) -> Pruned:
+    """Give the KV heads with closed gates a window; as ``convert_swa``.
+
+    Args:
+        model: Folder or hub id.
+        output: Folder to write.
+        gates: Folder of ``train-gates --form window``.
+        config: Its element types; gates bring the rest.
+        overwrite: Replace an existing output.
+        context: Progress and permissions.
+    """
+    context.stage("reading the headers")
+    opened = open_model(model, config.dtype, context.allowed)
+    refuse_unproven(opened, context)
+    plan, trained = windows_of_gates(opened, gates)
+    evidence = Evidence(kind="gates", id=trained.id, seed=trained.metadata.seed)
+    proposal = _proposal(opened, plan, evidence, trained.metadata.modules)
+    return _written(opened, output, proposal, config, context)
+
+
+def _written(
+    model: Model, output: Path, proposal: Proposal, config: SwaConfig, context: Context
+) -> Pruned:
     writing = Writing(out_dtype=config.out_dtype)
-    pruned = write(opened, proposal.edit, output, proposal.changes, writing, context)
+    pruned = write(model, proposal.edit, output, proposal.changes, writing, context)
     return replace(pruned, warnings=(*pruned.warnings, *proposal.warnings))
 
 

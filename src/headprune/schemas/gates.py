@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headprune.config import Form
 from headprune.errors import CheckpointError
 from headprune.io.folders import digest_of
 from headprune.io.parsing import read_as
@@ -38,8 +37,8 @@ class Judgement(BaseModel):
 
     Attributes:
         taken_after: Step of the written gates; 0 for the choice by scores.
-        exchanged: Units that gates keep and scores do not.
-        choose: Divergence by scores and by gates, on the rows that decide.
+        exchanged: Units that gates keep and scores do not; of the last gates, where scores won.
+        choose: Divergence by scores and by these gates, on the rows that decide.
         report: The same on other rows.
     """
 
@@ -58,8 +57,7 @@ class GatesMetadata(BaseModel):
         headprune_version: Version that wrote them.
         model: The model they were trained on.
         unit: Unit of a gate.
-        form: What became of heads with closed gates.
-        window: The window of these, if they have one.
+        window: The window of heads with closed gates; None if these go.
         temperature: beta of the hard-concrete distribution.
         modules: The attention modules, in the order of the gates.
         heads: Ids of the query heads of every module.
@@ -82,7 +80,6 @@ class GatesMetadata(BaseModel):
     headprune_version: str
     model: ModelIdentity
     unit: Unit
-    form: Form
     window: Window | None = None
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     modules: Annotated[tuple[str, ...], Field(min_length=1)]
