@@ -26,7 +26,7 @@ MODELS = {
     "meta-llama/Llama-3.2-1B": "llama-gqa",
     "Helsinki-NLP/opus-mt-de-en": "marian",
 }
-SMALL = ["--steps", "3", "--config", "batch_size=2", "--seq-len", "16"]
+SMALL = ["--steps", "3", "--config", "batch_size=2", "--config", "seq_len=16"]
 
 
 def blocks(language, name):
@@ -71,9 +71,10 @@ def run(name, monkeypatch):
             shrunk += ["--config", "seq_len=16", "--config", "calibration_tokens=256"]
         if "evaluate" in shrunk:
             shrunk += ["--seq-len", "16"]
-        if "window" in shrunk or ("convert-swa" in shrunk and "--scores" not in shrunk):
+        chosen = not {"--scores", "--gates"} & {*shrunk}
+        if "window" in shrunk or ("convert-swa" in shrunk and chosen):
             shrunk += ["--window", "8"]
-        if "convert-swa" in shrunk and "--scores" not in shrunk:
+        if "convert-swa" in shrunk and chosen:
             shrunk = [{"120000000": "100000", "8192": "128"}.get(word, word) for word in shrunk]
             shrunk += ["--config", "seq_len=32", "--config", "calibration_tokens=512"]
         shrunk = ["needle_lengths=64,100" if "needle_lengths" in w else w for w in shrunk]

@@ -97,7 +97,6 @@ ContextTokens = Annotated[
 
 # ---- training
 Steps = Annotated[values.Steps, option("Optimiser steps.")]
-TrainSeqLen = Annotated[values.Length, option("Tokens per sequence.", panel=TRAINING)]
 
 # ---- the machine
 Device = Annotated[str, option("auto, cpu, cuda, cuda:N or mps.", panel=ADVANCED)]

@@ -88,7 +88,7 @@ _AGAIN = "Continue with the same command and --resume."
 _CRITERIA = ("compensated", "reconstruction", "fisher")
 _TEXT_PER_FAR = 3  # rows of text per row of questions about the far past
 _JUDGES = 4  # rows of text, and as many of questions: each is four windows long
-_CHECKPOINTS = 5  # of which held-out text takes the best
+_CHECKPOINTS = 5  # held-out text takes the best of them
 _SETTLES = 0.2  # share of the steps that weights train on, once the heads are chosen
 
 
