@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
@@ -21,6 +22,9 @@ from headprune.model.losses import LossModule
 from headprune.model.placement import on_device, reshard
 from headprune.runtime.modeling_headprune import Attention
 from headprune.training import HistoryCallback, ResumableTrainer
+
+
+_LEAST = 1e-8  # of a divergence: less is rounding
 
 
 class GatedModel(LossModule):
@@ -96,9 +100,14 @@ class GateTrainer(ResumableTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, **kwargs: Any
     ) -> Tensor:
-        """Return the loss plus the penalty of open gates."""
+        """Return the log of a divergence, or the model's own loss and the penalty of open gates.
+
+        Divergences differ by a hundred times between rows and draws: by their logs all count alike.
+        """
         loss: Tensor = model(inputs)
         self.step_loss = loss.detach()
+        if self.config.l0_penalty is None:
+            return loss.clamp(min=_LEAST).log()
         return loss if self.gates.chosen else loss + self.sparsity.penalty(self.gates)
 
     def held_out(self) -> float | None:
@@ -109,7 +118,10 @@ class GateTrainer(ResumableTrainer):
 
     @torch.no_grad()
     def divergence_of(self, kept: list[int], rows: Dataset) -> float:
-        """Return the mean loss of rows with the gates of some units open, and no others."""
+        """Return the divergence of rows with the gates of some units open, and no others.
+
+        That is the geometric mean, for which a row that lost a fact counts no more than others.
+        """
         if (known := self._known.get((id(rows), tuple(kept)))) is not None:
             return known
         self.model.eval()
@@ -120,7 +132,8 @@ class GateTrainer(ResumableTrainer):
         reshard(self.model)
         self.model.train()
         # all processes must choose the same
-        divergence = self._known[id(rows), tuple(kept)] = processes.mean([fmean(losses)])[0]
+        mean = processes.mean([fmean(math.log(max(loss, _LEAST)) for loss in losses)])[0]
+        self._known[id(rows), tuple(kept)] = divergence = math.exp(mean)
         return divergence
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
