@@ -93,6 +93,8 @@ def test_a_gate_step_asks_the_device_nothing(asks, objective, sparsity_of, net):
     optimizer = torch.optim.AdamW([gates.log_alpha], lr=0.1)
     trainer = GateTrainer.__new__(GateTrainer)  # Trainer itself puts nothing on this device
     trainer.model, trainer.sparsity, trainer.choosing = module, sparsity, None
+    penalty = 0.1 if isinstance(sparsity, ConstantPenalty) else None
+    trainer.config = SimpleNamespace(l0_penalty=penalty)
     trainer.args = SimpleNamespace(device=torch.device("cuda"))
     callback, state = GateCallback(trainer, print, bool), TrainerState(max_steps=9)
 

@@ -23,7 +23,6 @@ from headprune.model.placement import on_device, reshard
 from headprune.runtime.modeling_headprune import Attention
 from headprune.training import HistoryCallback, ResumableTrainer
 
-
 _LEAST = 1e-8  # of a divergence: less is rounding
 
 

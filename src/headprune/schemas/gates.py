@@ -38,7 +38,7 @@ class Judgement(BaseModel):
     Attributes:
         taken_after: Step of the written gates; 0 for the choice by scores.
         exchanged: Units that gates keep and scores do not; of the last gates, where scores won.
-        choose: Divergence by scores and by these gates, on the rows that decide.
+        choose: Divergence by scores and by these gates, the geometric mean of the rows that decide.
         report: The same on other rows.
     """
 
