@@ -16,7 +16,6 @@ from headprune.distillation import heal as heal_module
 from headprune.distillation import optimizer as module
 from headprune.distillation.heal import heal
 from headprune.distillation.optimizer import MuonAndAdamW, matrices, resolved
-from headprune.distillation.pair import _split
 from headprune.distillation.trainer import HealedModel, HealTrainer
 from headprune.errors import DataError, HeadpruneError
 from headprune.schemas.records import Healing
@@ -183,7 +182,7 @@ def test_held_out_rows_come_from_all_texts_of_a_concatenation(running, lost, few
     def parts(count, of_step):
         rows = Dataset.from_dict({"input_ids": [[text] * 4 for text in numbers[:count].tolist()]})
         begins = numbers[:count] if running else None
-        return list(_split(Batches(rows, lambda _: {}, of_step, begins)))
+        return list(Batches(rows, lambda _: {}, of_step, begins).split())
 
     trained, choosing, reported = parts(600, 8)
     for part in (choosing, reported):
@@ -205,7 +204,7 @@ def test_no_document_is_both_trained_on_and_held_out(words, seq_len, tmp_path):
     file.write_text("\n".join(rows))
     config = HealConfig(steps=1, seq_len=seq_len, batch_size=8)
     data = DataConfig(source=str(file))
-    parts = _split(batches(Objective.DISTILL, tiny.model("llama-gqa"), of, data, config))
+    parts = batches(Objective.DISTILL, tiny.model("llama-gqa"), of, data, config).split()
     seen = [{token for ids in part["input_ids"] for token in ids} for part in parts]
     assert all(len(part) >= 2 for part in seen)
     assert set.union(*(a & b for a, b in combinations(seen, 2))) <= {of.eos_token_id}
@@ -219,7 +218,7 @@ def test_held_out_parts_of_a_text_adjoin_no_other_part(case, tmp_path):
     file.write_text("\n\n".join(f"w58 w57 w{a} w{b} w56 w55 w54 w53" for a, b in numbers))
     config = HealConfig(steps=99, seq_len=8, batch_size=8)
     data = DataConfig(source=str(file))
-    parts = _split(batches(Objective.DISTILL, tiny.model(case), of, data, config))
+    parts = batches(Objective.DISTILL, tiny.model(case), of, data, config).split()
     digits = [[of.convert_ids_to_tokens(ids[2:4]) for ids in part["input_ids"]] for part in parts]
     places = [{59 * int(a[1:]) + int(b[1:]) for a, b in part} for part in digits]
     assert [len(part) for part in places[1:]] == [16, 16] and len(places[0]) > 250

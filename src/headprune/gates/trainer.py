@@ -55,6 +55,11 @@ def freeze(model: PreTrainedModel, attentions: list[Attention], train: Train) ->
                 projection.module.requires_grad_(True)
 
 
+def relative(divergence: Tensor) -> Tensor:
+    """Return the log, by which rows and draws count alike: they differ by a hundred times."""
+    return divergence.clamp(min=_LEAST).log()
+
+
 class GateTrainer(ResumableTrainer):
     """Trainer with one learning rate for gates and one for weights.
 
@@ -99,14 +104,11 @@ class GateTrainer(ResumableTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, **kwargs: Any
     ) -> Tensor:
-        """Return the log of a divergence, or the model's own loss and the penalty of open gates.
-
-        Divergences differ by a hundred times between rows and draws: by their logs all count alike.
-        """
+        """Return the log of a divergence, or the model's own loss and the penalty of open gates."""
         loss: Tensor = model(inputs)
         self.step_loss = loss.detach()
         if self.config.l0_penalty is None:
-            return loss.clamp(min=_LEAST).log()
+            return relative(loss)
         return loss if self.gates.chosen else loss + self.sparsity.penalty(self.gates)
 
     def held_out(self) -> float | None:
