@@ -54,8 +54,12 @@ def quarter_plan(model):
     unit = default_unit(attentions)
     sizes = unit_sizes(attentions, unit)
     scores = torch.rand(len(sizes), generator=torch.Generator().manual_seed(0)).tolist()
-    scale = [0.5 + score for score in scores]
-    return plan_from_scores(attentions, unit, scores, head_budget(0.75, sizes), scale=scale)
+    plan = plan_from_scores(attentions, unit, scores, head_budget(0.75, sizes))
+    parts = {
+        path: part.model_copy(update={"scale": tuple(0.5 + s for s in scores[: len(part.keep)])})
+        for path, part in plan.attentions.items()
+    }
+    return plan.model_copy(update={"attentions": parts})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
