@@ -12,7 +12,6 @@ from headprune.commands.convert_gqa import warnings
 from headprune.commands.listing import Panel
 from headprune.config import HealConfig, SwaConfig, build
 from headprune.config.values import (
-    FractionOrCount,
     Length,
     NonNegativeInt,
     Positive,
@@ -59,11 +58,7 @@ def convert_swa(
     model: o.Model,
     output: o.Output,
     *,
-    keep_full: Annotated[
-        FractionOrCount,
-        o.option("Share or number of KV heads (or layers) with a whole past. Default: 0.5."),
-    ]
-    | None = None,
+    keep_full: o.KeepFull | None = None,
     window: o.Window | None = None,
     sinks: o.Sinks = 4,
     level: Annotated[

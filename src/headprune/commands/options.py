@@ -91,6 +91,17 @@ Window = Annotated[
     ),
 ]
 Sinks = Annotated[values.NonNegativeInt, option("First tokens that it sees, too.")]
+KeepFull = Annotated[
+    values.FractionOrCount,
+    option("Share or number of KV heads (or layers) with a whole past. Default: 0.5."),
+]
+FormUnit = Annotated[
+    Literal["head", "kv-group", "query-slot", "layer"],
+    option(
+        "Unit of the choice. Default: head for MHA, kv-group for GQA and windows; layer is of "
+        "windows only."
+    ),
+]
 ContextTokens = Annotated[
     values.Length, option("Tokens the model is used with. Default: 8192, or its positions.")
 ]

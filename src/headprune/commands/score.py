@@ -65,14 +65,7 @@ def score(
     data: o.Data | None = None,
     text_column: o.TextColumn | None = None,
     label_column: o.LabelColumn | None = None,
-    unit: Annotated[
-        Literal["head", "kv-group", "query-slot", "layer"],
-        o.option(
-            "Unit of a score. Default: head for MHA, kv-group for GQA and windows; layer is of "
-            "windows only."
-        ),
-    ]
-    | None = None,
+    unit: o.FormUnit | None = None,
     window: o.Window | None = None,
     sinks: o.Sinks = 4,
     context_tokens: o.ContextTokens | None = None,

@@ -65,22 +65,11 @@ def train_gates(
         o.option("Heads to keep: a share (0.75; 1.0 is all) or a count (202; 1 is one)."),
     ]
     | None = None,
-    keep_full: Annotated[
-        FractionOrCount,
-        o.option("Share or number of KV heads (or layers) with a whole past. Default: 0.5."),
-    ]
-    | None = None,
+    keep_full: o.KeepFull | None = None,
     window: o.Window | None = None,
     context_tokens: o.ContextTokens | None = None,
     steps: o.Steps = 100,
-    unit: Annotated[
-        Literal["head", "kv-group", "query-slot", "layer"],
-        o.option(
-            "Unit of a gate. Default: head for MHA, kv-group for GQA and windows; layer is of "
-            "windows only."
-        ),
-    ]
-    | None = None,
+    unit: o.FormUnit | None = None,
     train: Annotated[
         Literal["gates", "attention", "all"],
         o.option("Weights to train beside the gates.", panel=o.TRAINING),

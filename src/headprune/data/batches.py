@@ -135,7 +135,7 @@ def batches(
     modality = modality_of(net)
     if data.loss is Loss.ANSWERS and task != "causal-lm":
         raise DataError("loss=answers is of the chats of language models: leave it out.")
-    need = config.batch_size or 1 if isinstance(config, TrainGatesConfig) else 1
+    need = (isinstance(config, TrainGatesConfig) and config.batch_size) or 1
     if modality != "text":
         read = _of_images if modality == "images" else _of_recordings
         of_step = config.batch_size or _EXAMPLES * processes.count()

@@ -109,7 +109,7 @@ class GatesRun:
 
 
 @dataclass(frozen=True)
-class Start:
+class _Start:
     """The start of gates, and their effect.
 
     Attributes:
@@ -314,17 +314,18 @@ def _removal(
     data: DataConfig,
     config: TrainGatesConfig,
     context: Context,
-) -> Start:
+) -> _Start:
     """Start gates of removal from scores, and have open heads make up for closed ones.
 
     Without scores all gates start equal: in the setting of Voita et al., and in shards.
     """
-    equal, net = Start(partial(gated, attentions)), model.net
+    equal, net = _Start(partial(gated, attentions)), model.net
     if in_shards():
         context.line("shards have no scores: all gates start equal, and W_O stays as it is")
     if config.l0_penalty is not None or in_shards():
         return equal
-    length = min(CalibrationConfig().seq_len, most_tokens(model.any_net, model.tokenizer) or 2**31)
+    usual = CalibrationConfig().seq_len
+    length = min(usual, most_tokens(model.any_net, model.tokenizer) or usual)
     with _in_float32(net):
         for criterion in _CRITERIA:
             how = config.part(ScoreConfig, criterion=(criterion,), seq_len=length, batch_size=4)
@@ -339,14 +340,14 @@ def _removal(
     values = scores.scores[criterion].float()
     refits = scores.metadata.refits and "gram" in CRITERIA[criterion].needs
     if config.train is not Train.GATES or not refits:
-        return Start(equal.acting, values)
+        return _Start(equal.acting, values)
     device = devices.chosen()
     others = [
         Correlation.of(part, attention, device) if part.runs else None
         for part, attention in zip(statistics, attentions, strict=True)
     ]
     fit = calibration(net, model.tokenizer, data, how, "train-gates").fit
-    return Start(partial(predicted, attentions, correlations=others), values, fit)
+    return _Start(partial(predicted, attentions, correlations=others), values, fit)
 
 
 def _narrowing(
@@ -355,7 +356,7 @@ def _narrowing(
     data: DataConfig,
     config: TrainGatesConfig,
     context: Context,
-) -> Start:
+) -> _Start:
     """Start gates of windows from their scores."""
     if data.loss is data_settings.Loss.ANSWERS:
         raise DataError(
@@ -368,11 +369,11 @@ def _narrowing(
     window = window_of(model.net, model.tokenizer, how)
     acting = partial(narrowed, attentions, window=(window.size, window.sinks))
     scores = window_scores(model, how, data, context)
-    return Start(acting, scores.scores["window"].float(), window=window)
+    return _Start(acting, scores.scores["window"].float(), window=window)
 
 
 def _rows(
-    model: Model, data: DataConfig, config: TrainGatesConfig, start: Start
+    model: Model, data: DataConfig, config: TrainGatesConfig, start: _Start
 ) -> tuple[Batches, Dataset, Dataset]:
     """Return rows to train on, to choose by, and to report of."""
     net, tokenizer = model.net, model.tokenizer
