@@ -143,9 +143,11 @@ def test_all_but_the_heads_is_as_it_was(case, generation, tmp_path):
         return
     for name in (*EXTRAS, "generation_config.json", "tokenizer.json"):
         kept = (out / name).read_bytes()
-        (out / name).write_bytes(kept.replace(b"77", b"78").replace(b'"w5"', b'"v5"'))
-        if (out / name).read_bytes() == kept:
+        if name in EXTRAS:
             (out / name).unlink()
+        else:
+            (out / name).write_bytes(kept.replace(b"77", b"78").replace(b'"w5"', b'"v5"'))
+            assert (out / name).read_bytes() != kept
         assert differences(was, seen(out, auto)), name
         (out / name).write_bytes(kept)
 
