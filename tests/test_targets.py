@@ -13,7 +13,7 @@ from headprune.formats.export import FORMATS
 from headprune.formats.source import open_source
 from headprune.planning.constraints import constraints_of
 from headprune.planning.kv_heads import Way, choose
-from headprune.planning.targets import EVEN, SHAPES, TARGETS
+from headprune.planning.targets import EVEN, HEAD_WINDOWS, LAYER_WINDOWS, SHAPES, TARGETS
 from headprune.schemas.plan import Shape
 from headprune.surgery.cut import cut_heads, resolve
 from tests import tiny
@@ -245,5 +245,5 @@ def test_every_cell_is_filled_and_all_engines_hold_plain_configs():
     for engine in TARGETS.values():
         assert set(engine.cells) == set(SHAPES) and all(engine.cells.values())
         assert engine.cells[EVEN] == "yes"
-    assert TARGETS[Target.ANYWHERE].holds(windowless()) == {EVEN}
-    assert TARGETS[Target.VLLM].holds(windowless()) == {*SHAPES}
+    assert TARGETS[Target.ANYWHERE].holds(windowless()) == {EVEN, LAYER_WINDOWS}
+    assert TARGETS[Target.VLLM].holds(windowless()) == {*SHAPES} - {HEAD_WINDOWS}

@@ -60,10 +60,13 @@ def convert_swa(
     *,
     keep_full: o.KeepFull | None = None,
     window: o.Window | None = None,
-    sinks: o.Sinks = 4,
+    sinks: o.Sinks | None = None,
     level: Annotated[
-        Literal["head", "layer"], o.option("What gets a window: KV heads, or whole layers.")
-    ] = "head",
+        Literal["head", "layer"],
+        o.option("What gets a window: KV heads, or whole layers. Default: head; layer with --for."),
+    ]
+    | None = None,
+    targets: o.Engines = (),
     context_tokens: o.ContextTokens | None = None,
     max_kv_bytes: Annotated[
         NonNegativeInt,

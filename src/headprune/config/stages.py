@@ -124,14 +124,12 @@ class _WindowSettings(Settings):
 
     Attributes:
         window: Latest tokens that a head sees; None for 1,024, or a quarter of the context.
-        sinks: First tokens that it sees.
         context_tokens: Tokens the model is used with; None for 8,192, or its positions.
         calibration_tokens: Tokens of text, and about as many of prompts made from it.
         seq_len: Tokens per sequence, at most; None for four windows.
     """
 
     window: Count | None = None
-    sinks: NonNegativeInt = 4
     context_tokens: Length | None = None
     calibration_tokens: Tokens = 8_192
     seq_len: Length | None = None
@@ -141,9 +139,10 @@ class _WindowSettings(Settings):
 
 
 class WindowConfig(_WindowSettings):
-    """Scores of windows, by the unit "kv-group" or "layer"."""
+    """Scores of windows with some ``sinks``, by the unit "kv-group" or "layer"."""
 
     unit: Unit = Unit.KV_GROUP
+    sinks: NonNegativeInt = 4
 
     @model_validator(mode="after")
     def _whole_kv_heads(self) -> WindowConfig:
@@ -155,12 +154,16 @@ class SwaConfig(_WindowSettings):
     """A window for KV heads, and how many keep the whole past.
 
     Attributes:
-        level: The unit: "head", which is a KV head, or "layer".
+        targets: Engines of the result. They hold windows of whole layers, without sink tokens.
+        level: The unit: "head", which is a KV head, or "layer"; None for what the engines take.
+        sinks: First tokens that heads with a window see; None for 4, or none with engines.
         keep_full: Share or number of the units that keep it.
         max_kv_bytes: Instead, bytes of the cache of one sequence of ``context_tokens`` tokens.
     """
 
-    level: Literal["head", "layer"] = "head"
+    targets: Targets = ()
+    level: Literal["head", "layer"] | None = None
+    sinks: NonNegativeInt | None = None
     keep_full: FractionOrCount | None = None
     max_kv_bytes: NonNegativeInt | None = None
     out_dtype: Dtype = Dtype.AUTO
@@ -171,13 +174,16 @@ class SwaConfig(_WindowSettings):
             raise ValueError("--max-kv-bytes is of a context: give --context, its tokens")
         if self.max_kv_bytes is not None and self.keep_full is not None:
             raise ValueError("give --keep-full or --max-kv-bytes")
+        if self.targets and (self.level == "head" or self.sinks):
+            raise ValueError("--for takes whole layers without sinks: leave out --level, --sinks")
         return self
 
     @property
     def scoring(self) -> WindowConfig:
         """The settings of its scores."""
-        unit = Unit.LAYER if self.level == "layer" else Unit.KV_GROUP
-        return self.part(WindowConfig, unit=unit)
+        layers = self.level == "layer" or bool(self.targets)
+        sinks = (0 if self.targets else 4) if self.sinks is None else self.sinks
+        return self.part(WindowConfig, unit=Unit.LAYER if layers else Unit.KV_GROUP, sinks=sinks)
 
     @property
     def kept(self) -> float | int | None:

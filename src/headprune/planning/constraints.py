@@ -13,7 +13,9 @@ from headprune.model.attention import family_of
 from headprune.model.batch import is_remote
 from headprune.planning.targets import (
     EMPTY,
+    HEAD_WINDOWS,
     KV_COUNTS,
+    LAYER_WINDOWS,
     QUERY_COUNTS,
     RAGGED,
     SHAPES,
@@ -21,7 +23,8 @@ from headprune.planning.targets import (
     shapes_of,
 )
 from headprune.schemas.plan import Shape
-from headprune.surgery.cut import Cut, result_shape
+from headprune.surgery.cut import Cut, result_shape, window_of, windows_layers
+from headprune.surgery.layer_windows import no_layer_windows
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,18 @@ class Constraints:
         filled = {TARGETS[target].zero_heads for target in self.targets}
         return "every" in filled or ("first" in filled and layer == 0)
 
+    def refuse_without(self, shape: str) -> None:
+        """Refuse targets that do not hold a shape, before long work.
+
+        Raises:
+            PlanError: Naming the first.
+        """
+        for target in self.targets:
+            engine = TARGETS[target]
+            if shape not in engine.holds(self.net):
+                why = engine.limits(self.net).get(shape, f"it holds no {shape}.")
+                raise PlanError(f"--for {target.value}: {why}")
+
     def check(self, cuts: Sequence[Cut]) -> None:
         """Refuse cuts that a target or the layout does not hold.
 
@@ -76,9 +91,14 @@ class Constraints:
             PlanError: Naming the target and others that would hold them.
         """
         plain = result_shape(cuts, self.net.config) is Shape.NATIVE
-        shapes = shapes_of([cut.group_sizes for cut in cuts], plain)
+        windows = None if window_of(cuts) is None else HEAD_WINDOWS
+        windows = LAYER_WINDOWS if windows_layers(cuts) else windows
+        shapes = shapes_of([cut.group_sizes for cut in cuts], plain, windows)
         for target in self.targets:
             engine = TARGETS[target]
+            if windows is LAYER_WINDOWS and not plain:
+                why = no_layer_windows(self.net.config, (window_of(cuts) or (0, 0))[0])
+                raise PlanError(f"--for {target.value}: {why}")
             unheld = [s for s in SHAPES if s in shapes and s not in engine.holds(self.net)]
             if unheld:
                 why = engine.limits(self.net).get(unheld[0], "")

@@ -15,10 +15,12 @@ from headprune.config import Target
 from headprune.model.attention import attention_of, family_of
 from headprune.model.loading import task_of
 from headprune.model.probes import probe_inputs
+from headprune.surgery.layer_windows import no_layer_windows
 
 EVEN, KV_COUNTS, QUERY_COUNTS = "plain config", "KV heads per layer", "query heads per layer"
 RAGGED, EMPTY = "ragged groups", "layer without attention"
-SHAPES = (EVEN, KV_COUNTS, QUERY_COUNTS, RAGGED, EMPTY)
+LAYER_WINDOWS, HEAD_WINDOWS = "windows of layers", "windows of heads, or with sink tokens"
+SHAPES = (EVEN, KV_COUNTS, QUERY_COUNTS, RAGGED, EMPTY, LAYER_WINDOWS, HEAD_WINDOWS)
 NO = "no"
 _TEXT = {"input_ids", "attention_mask", "decoder_input_ids"}
 _ROPE_TYPES = ("default", "llama3", "linear")
@@ -139,7 +141,7 @@ def _where(reason: str | None, *shapes: str) -> dict[str, str]:
     return {} if reason is None else dict.fromkeys(shapes, reason)
 
 
-_ALL = dict.fromkeys(SHAPES, "yes")
+_ALL = {**dict.fromkeys(SHAPES, "yes"), LAYER_WINDOWS: NO, HEAD_WINDOWS: NO}
 TARGETS: dict[Target, EngineShapes] = {
     Target.LLAMA_CPP: EngineShapes(
         "llama.cpp (`export --to gguf`)",
@@ -152,9 +154,15 @@ TARGETS: dict[Target, EngineShapes] = {
     Target.VLLM: EngineShapes(
         "vLLM, transformers backend",
         "0.32.0, CPU",
-        {**_ALL, RAGGED: "`export --to vllm`", EMPTY: "`export --to vllm`; a zero head"},
+        {
+            **{**_ALL, LAYER_WINDOWS: "yes"},
+            **{RAGGED: "`export --to vllm`", EMPTY: "`export --to vllm`; a zero head"},
+        },
         vllm_refusal,
-        lambda net: _where(zero_heads_refusal(net), RAGGED, EMPTY),
+        lambda net: {
+            **_where(zero_heads_refusal(net), RAGGED, EMPTY),
+            **_where(no_layer_windows(net.config), LAYER_WINDOWS),
+        },
         "every",
     ),
     Target.ONNX: EngineShapes(
@@ -166,19 +174,25 @@ TARGETS: dict[Target, EngineShapes] = {
     Target.ANYWHERE: EngineShapes(
         "anything else that loads the original",
         "transformers 5.23.0",
-        {**dict.fromkeys(SHAPES, NO), EVEN: "yes"},
+        {**dict.fromkeys(SHAPES, NO), EVEN: "yes", LAYER_WINDOWS: "yes"},
         lambda net: None,
+        lambda net: _where(no_layer_windows(net.config), LAYER_WINDOWS),
     ),
 }
 
 
-def shapes_of(groups: Sequence[Sequence[int]], plain: bool) -> frozenset[str]:
+def shapes_of(
+    groups: Sequence[Sequence[int]], plain: bool, windows: str | None = None
+) -> frozenset[str]:
     """Return the shapes that an engine must hold for a result.
 
     Args:
         groups: Per attention module, the number of queries of every KV head.
         plain: Whether a plain config describes the result.
+        windows: The shape of its windows; None without any.
     """
+    if windows is not None:
+        return frozenset({windows})
     if plain:
         return frozenset({EVEN})
     present = [group for group in groups if group]

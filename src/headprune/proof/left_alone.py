@@ -17,6 +17,7 @@ from headprune.io.folders import COMPANIONS
 from headprune.io.parsing import read_json
 from headprune.model.attention import family_of
 from headprune.model.config_file import CONFIG, as_json, read_as, with_older_rope
+from headprune.surgery.layer_windows import SETTINGS
 
 GENERATION = "generation_config.json"
 Json = dict[str, Any]
@@ -50,7 +51,10 @@ def refuse_other_settings(
     others = [n for n in _others(wanted, read, set()) if n.rpartition(".")[2] not in _OF_WRITING]
     if type(before) is type(after):
         kept = with_older_rope(read_json(source / CONFIG), before)
-        others += _others(kept, found, _NAMED | _ANYWHERE | _heads(before))
+        edited = _NAMED | _ANYWHERE | _heads(before)
+        if before.to_dict().get("layer_types") != wanted.get("layer_types"):
+            edited |= {*SETTINGS}
+        others += _others(kept, found, edited)
     if others:
         raise ProofError(
             f"The proof failed: '{others[0]}' in config.json is neither the original's nor set by "

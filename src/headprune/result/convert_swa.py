@@ -6,11 +6,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from headprune.config import DataConfig, SwaConfig, Writing
+from headprune.config import DataConfig, LayoutOption, SwaConfig, Writing
 from headprune.context import Context
 from headprune.evidence.windows import window_scores
 from headprune.io.outputs import claims_output
 from headprune.model.open import Model, open_model
+from headprune.planning.constraints import constraints_of
+from headprune.planning.targets import LAYER_WINDOWS
 from headprune.planning.windows import plan_windows, windows_of_gates
 from headprune.proof.twins import refuse_unproven
 from headprune.result.write import Changes, Proposal, Pruned, write
@@ -85,7 +87,7 @@ def convert_swa_by_gates(
     refuse_unproven(opened, context)
     plan, trained = windows_of_gates(opened, gates)
     evidence = Evidence(kind="gates", id=trained.id, seed=trained.metadata.seed)
-    proposal = _proposal(opened, plan, evidence, trained.metadata.modules)
+    proposal = _proposal(opened, plan, evidence, trained.metadata.modules, config)
     return _written(opened, output, proposal, config, context)
 
 
@@ -109,6 +111,9 @@ def propose_windows(
     Raises:
         HeadpruneError: If the input does not fit together.
     """
+    if config.targets:
+        held = constraints_of(model.any_net, LayoutOption.PER_LAYER, config.targets)
+        held.refuse_without(LAYER_WINDOWS)
     if scores is None:
         scores = window_scores(model, config.scoring, data, context)
     element = model.result_dtypes(config.out_dtype).default
@@ -119,11 +124,16 @@ def propose_windows(
     evidence = Evidence(
         kind="scores", id=scores.id, criterion=criterion, keep=config.kept, seed=seed
     )
-    return _proposal(model, plan, evidence, scores.metadata.modules)
+    return _proposal(model, plan, evidence, scores.metadata.modules, config)
 
 
-def _proposal(model: Model, plan: Plan, evidence: Evidence, modules: Collection[str]) -> Proposal:
+def _proposal(
+    model: Model, plan: Plan, evidence: Evidence, modules: Collection[str], config: SwaConfig
+) -> Proposal:
     assert plan.window is not None
+    if config.targets:
+        held = constraints_of(model.any_net, LayoutOption.PER_LAYER, config.targets)
+        held.check(Edit(plan).cuts(model.any_net))
     heads = sum(len(part.window or ()) for part in plan.attentions.values())
     done = Windowing(evidence=evidence, window=plan.window, heads=heads)
     every = sum(a.kv_heads for a in model.attentions if a.path in modules)

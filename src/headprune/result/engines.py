@@ -11,7 +11,15 @@ from transformers import PreTrainedModel
 from headprune.config import Target
 from headprune.io.shell import command
 from headprune.model.loading import task_of
-from headprune.planning.targets import EMPTY, EVEN, RAGGED, TARGETS, shapes_of
+from headprune.planning.targets import (
+    EMPTY,
+    EVEN,
+    HEAD_WINDOWS,
+    LAYER_WINDOWS,
+    RAGGED,
+    TARGETS,
+    shapes_of,
+)
 from headprune.schemas.manifest import Manifest
 from headprune.schemas.plan import Shape
 from headprune.schemas.records import Heads
@@ -21,7 +29,10 @@ _NAMES = {Target.LLAMA_CPP: "llama.cpp", Target.VLLM: "vLLM"}
 
 def shapes_in(layout: Mapping[str, Heads], shape: Shape) -> frozenset[str]:
     """Return the shapes that an engine must hold for a result."""
-    return shapes_of([_groups(heads) for heads in layout.values()], shape is Shape.NATIVE)
+    plain, windows = shape is Shape.NATIVE, None
+    if any(heads.window_heads for heads in layout.values()):
+        windows = LAYER_WINDOWS if plain else HEAD_WINDOWS
+    return shapes_of([_groups(heads) for heads in layout.values()], plain, windows)
 
 
 def _groups(heads: Heads) -> tuple[int, ...]:
@@ -32,8 +43,8 @@ def _groups(heads: Heads) -> tuple[int, ...]:
 
 
 def engines_of(net: PreTrainedModel, layout: Mapping[str, Heads], shape: Shape) -> tuple[str, ...]:
-    """Return the engines of generated text that hold a result; none hold windows of heads."""
-    if task_of(net) != "causal-lm" or any(heads.window_heads for heads in layout.values()):
+    """Return the engines of generated text that hold a result."""
+    if task_of(net) != "causal-lm":
         return ()
     shapes = shapes_in(layout, shape)
     return tuple(name for one, name in _NAMES.items() if shapes <= TARGETS[one].holds(net))
@@ -58,6 +69,8 @@ def _vllm(folder: Path, shapes: frozenset[str]) -> str:
     quoted = shlex.quote(str(folder))
     if shapes == {EVEN}:
         return f"vllm serve {quoted}"
+    if shapes == {LAYER_WINDOWS}:  # classes of vLLM itself ignore some windows
+        return f"vllm serve {quoted} --model-impl transformers"
     flags = "--model-impl transformers --trust-remote-code"
     if not shapes & {RAGGED, EMPTY}:
         return f"vllm serve {quoted} {flags}"

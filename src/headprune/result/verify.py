@@ -39,7 +39,7 @@ from headprune.schemas.manifest import Manifest, contents, read_manifest
 from headprune.schemas.plan import Shape, read_plan
 from headprune.schemas.proofs import Proof, Sample
 from headprune.schemas.records import Healing
-from headprune.surgery.cut import fold_gates, resolve, uncut, window_of
+from headprune.surgery.cut import fold_gates, resolve, window_of
 
 Stage = Callable[[str], None]
 
@@ -117,10 +117,11 @@ def verify(
         said = "No outputs were stored: the result was proven by its tensors, as it is verified."
         return Verification(str(folder), tuple(checks), said)
     stored, dtype = manifest.probe, _proof_dtype(manifest.proof)
+    window = None if manifest.window is None else (manifest.window.size, manifest.window.sinks)
 
     def compare(route: str, load: Callable[[], PreTrainedModel]) -> _Probed | None:
         on_stage(f"loading by {route}")
-        check, probed = _compared(route, load, stored)
+        check, probed = _compared(route, load, stored, window)
         checks.append(check)
         return probed
 
@@ -169,13 +170,12 @@ class _Probed:
 
 
 def _compared(
-    route: str, load: Callable[[], PreTrainedModel], stored: Sample
+    route: str, load: Callable[[], PreTrainedModel], stored: Sample, window: tuple[int, int] | None
 ) -> tuple[Check, _Probed | None]:
     """Compare the outputs of a load route with the stored ones."""
     try:
         net = move_to_device(load())
-        cuts = [uncut(attention) for attention in attention_of(net)]
-        inputs = probes.proof_inputs(net, stored.seed, stored.positions, window_of(cuts))
+        inputs = probes.proof_inputs(net, stored.seed, stored.positions, window)
         outputs = probes.probe(net, inputs)
     except Exception as error:  # whatever a damaged model raises as it is built, or as it runs
         if devices.is_device_failure(error):

@@ -38,7 +38,8 @@ class Window(BaseModel):
     sinks: Count = 4
 
     def __str__(self) -> str:
-        return f"the latest {self.size:,} tokens and the first {self.sinks}"
+        first = f" and the first {self.sinks}" if self.sinks else ""
+        return f"the latest {self.size:,} tokens{first}"
 
 
 class Heads(BaseModel):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from headprune.errors import HeadpruneWarning, PlanError
 from headprune.family import Family
@@ -21,10 +21,12 @@ from headprune.model.batch import is_remote
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import native_class
 from headprune.model.residency import present
+from headprune.model.skeleton import without_weights
 from headprune.model.windows import Narrowed, no_windows, windowed
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, check_heads, check_module
+from headprune.surgery.layer_windows import with_windows
 from headprune.tensors.index_maps import IndexMap, projection_slices
 from headprune.tensors.units import Unit, members
 
@@ -72,7 +74,7 @@ class Cut:
     def heads_left(self) -> dict[str, Any]:
         """The layout entry of the module as it is now; after the cut."""
         a = self.attention
-        return layout_entry(a.query_ids, a.kv_ids, a.group_sizes, a.window_heads)
+        return layout_entry(a.query_ids, a.kv_ids, a.group_sizes, self.window_heads)
 
     def gate(self) -> Tensor:
         """The gates whose model this cut equals: 0 for removed heads. Shape (present heads,)."""
@@ -326,6 +328,9 @@ def cut_heads(model: PreTrainedModel, cuts: Sequence[Cut]) -> Shape:
     """
     family = family_of(model.config)
     shape = result_shape(cuts, model.config)
+    if shape is Shape.NATIVE and window_of(cuts) is not None:
+        _write_layer_windows(model, cuts)
+        return shape
     _renumber_alignment(model, cuts)
     for cut in cuts:
         for index_map in index_maps(cut, family):
@@ -370,7 +375,8 @@ def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
     )
     native = family.native and not any(getattr(config, key, None) for key in family.native_unless)
     if any(cut.window_heads for cut in cuts):
-        return Shape.RUNTIME
+        plain = untouched and windows_layers(cuts) and _layer_windows(cuts, config) is not None
+        return Shape.NATIVE if plain else Shape.RUNTIME
     ragged = any(len(set(cut.group_sizes)) > 1 for cut in cuts)
     shared = any(max(cut.group_sizes, default=1) > 1 for cut in cuts)
     even = len(counts) == 1 and min(counts)[0] > 0 and native and not ragged
@@ -379,6 +385,33 @@ def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
     # an uncut model of any family is what its config already says
     already_cut = getattr(config, "headprune", None) is not None
     return Shape.NATIVE if even or (untouched and not already_cut) else Shape.RUNTIME
+
+
+def windows_layers(cuts: Sequence[Cut]) -> bool:
+    """Return whether all windows of a result are of whole layers, without sinks."""
+    whole = all(cut.window_heads in (0, len(cut.kv_positions)) for cut in cuts)
+    window = window_of(cuts)
+    return whole and window is not None and window[1] == 0
+
+
+def _layer_windows(cuts: Sequence[Cut], config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Return the plain config of windows of whole layers; None if no class holds them."""
+    window = window_of(cuts)
+    if window is None or len(cuts) != getattr(config, "num_hidden_layers", None):
+        return None
+    layers = [layer for layer, cut in enumerate(cuts) if cut.window_heads]
+    return with_windows(config, layers, window[0])
+
+
+def _write_layer_windows(model: PreTrainedModel, cuts: Sequence[Cut]) -> None:
+    """Makes a model one of the class that holds its windows; no weight is touched."""
+    config, modules = _layer_windows(cuts, model.config), dict(model.named_modules())
+    assert config is not None
+    same = without_weights(AutoModelForCausalLM._model_mapping[type(config)], config)
+    for name, module in same.named_modules():
+        module._parameters, module._buffers = modules[name]._parameters, modules[name]._buffers
+    same.generation_config = model.generation_config
+    model.__class__, model.__dict__ = type(same), same.eval().__dict__
 
 
 def config_holds(config: PreTrainedConfig, queries: int, kv_heads: int) -> bool:

@@ -1,0 +1,150 @@
+"""Windows of whole layers without sinks: a plain config that stock classes obey."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache
+
+import headprune
+from headprune.errors import HeadpruneError, PlanError
+from headprune.model.attention import attention_of
+from headprune.model.cost import KVCache
+from headprune.schemas.plan import Shape
+from headprune.surgery.cut import resolve, result_shape
+from headprune.surgery.edit import Edit, trying
+from headprune.surgery.layer_windows import HELD_BY, no_layer_windows
+from tests import tiny
+from tests.cutting import prove
+from tests.test_windows import SIZE, apart, plan_of
+
+# as a model of each type has them: Llama and Mistral with settings that Ministral has as well
+OWN = {
+    "llama": {"attention_bias": False},
+    "mistral": {"sliding_window": None},
+    **{n: {"layer_types": ["full_attention"] * 4} for n in ("cwm", "granite_swa", "ministral")},
+}
+MODELS = [kind for kind in HELD_BY if kind in tiny.FAMILY_CASES]
+
+
+def layers_of(model, size=SIZE, sinks=0):
+    """Every second layer sees a window only, those that had one left alone."""
+    forms = [tuple(range(a.kv_heads)) if n % 2 else () for n, a in enumerate(attention_of(model))]
+    return plan_of(model, forms=tuple(forms), size=size, sinks=sinks)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_plain_config_computes_as_a_mask_does(kind, tmp_path):
+    model = tiny.model(kind, **OWN.get(kind, {}))
+    plan = layers_of(model)
+    cuts = resolve(plan, model)
+    assert result_shape(cuts, model.config) is Shape.NATIVE
+    proof = prove(model, cuts, tmp_path / "out")
+    assert proof.windows["window shorter by one"] > 0.01
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["model_type"] == HELD_BY[kind] and "auto_map" not in config
+    assert config["layer_types"].count("sliding_attention") >= 2
+    assert config.get("max_window_layers", 0) == 0  # with all layers vLLM ignores windows
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.randint(5, tiny.VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
+    wanted = tiny.model(kind, **OWN.get(kind, {}))
+    with trying(wanted, Edit(plan)):
+        expected = wanted(ids, use_cache=False).logits
+    assert apart(stock(ids).logits, expected) < 1e-5
+    with trying(wanted, Edit(layers_of(wanted, size=SIZE - 1))):  # the corrupted sibling
+        assert apart(stock(ids).logits, wanted(ids, use_cache=False).logits) > 0.01
+
+
+def test_every_type_of_the_table_has_a_class():
+    for kind in HELD_BY.values():
+        assert hasattr(
+            transformers,
+            AutoModelForCausalLM._model_mapping[transformers.CONFIG_MAPPING[kind]].__name__,
+        )
+
+
+def test_a_cache_keeps_what_the_window_needs(tmp_path):
+    model = tiny.model("llama-gqa", attention_bias=False)
+    prove(model, resolve(layers_of(model), model), tmp_path / "out")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    cache = DynamicCache(config=stock.config)
+    stock(torch.randint(5, tiny.VOCAB, (1, 60)), past_key_values=cache)
+    held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    assert held == KVCache.of(stock).elements(60)
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "said"),
+    [
+        ("llama-gqa", {}, "ministral, which would hold them, has no attention_bias"),
+        ("gemma3_text", {}, "no class of transformers is a gemma3_text"),
+        ("phi3", {}, "no class of transformers is a phi3"),
+        ("gemma2", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "--window 8"),
+    ],
+)
+def test_what_no_class_holds_is_refused_by_name(case, settings, said):
+    model = tiny.model(case, **settings)
+    assert said in no_layer_windows(model.config, 16)
+    if case != "phi3":  # each of its layers has a window
+        cuts = resolve(layers_of(model, size=16), model)
+        assert result_shape(cuts, model.config) is Shape.RUNTIME
+
+
+def test_sinks_and_windows_of_some_heads_need_the_runtime():
+    model = tiny.model("qwen2")
+    for plan in (layers_of(model, sinks=2), plan_of(model, forms=((0,),), sinks=0)):
+        assert result_shape(resolve(plan, model), model.config) is Shape.RUNTIME
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Llama beside text, and the result of convert-swa --for vllm."""
+    above = tmp_path_factory.mktemp("plain")
+    tiny.save(
+        tiny.model("llama-gqa", attention_bias=False, max_position_embeddings=512), above / "m"
+    )
+    text = "\n".join(tiny.text(60, seed=seed) for seed in range(40))
+    (above / "text.txt").write_text(text)
+    how = {"window": 16, "context_tokens": 128, "data": above / "text.txt"}
+    headprune.convert_swa(above / "m", above / "out", targets="vllm", **how)
+    return above
+
+
+def test_convert_swa_for_an_engine(folder):
+    out, manifest = folder / "out", json.loads((folder / "out" / "headprune.json").read_text())
+    assert manifest["shape"] == "native" and manifest["engines"] == ["vLLM"]
+    assert manifest["window"] == {"size": 16, "sinks": 0}
+    assert "vllm serve out --model-impl transformers" in (out / "README.md").read_text()
+    assert headprune.verify(out, against=folder / "m").passed
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "sliding_window": 15}))
+    checks = headprune.verify(out, against=folder / "m").checks
+    assert [check.passed for check in checks] == [False] * len(checks)
+    (out / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"targets": "vllm", "level": "head"}, "leave out --level, --sinks"),
+        ({"targets": "anywhere", "sinks": 4}, "leave out --level, --sinks"),
+        ({"targets": "llama.cpp"}, "--for llama.cpp: it holds no windows of layers"),
+    ],
+)
+def test_what_an_engine_does_not_hold(folder, given, said):
+    with pytest.raises(HeadpruneError, match=said):
+        headprune.convert_swa(folder / "m", folder / "no", data=folder / "text.txt", **given)
+    assert not (folder / "no").exists()
+
+
+def test_windows_of_a_half_precision_model(folder, tmp_path):
+    model = tiny.model("qwen3", dtype=torch.bfloat16, max_position_embeddings=512)
+    tiny.save(model, tmp_path / "m")
+    plan = layers_of(model)
+    plan.model_copy(update={"model": None}).write(tmp_path / "plan.json")
+    headprune.prune(tmp_path / "m", tmp_path / "out", plan=tmp_path / "plan.json")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert stock.dtype is torch.bfloat16 and stock.config.sliding_window == SIZE
+    with pytest.raises(PlanError, match="a window already"):
+        resolve(plan, stock)
