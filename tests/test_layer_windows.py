@@ -1,10 +1,12 @@
 """Windows of whole layers without sinks: a plain config that stock classes obey."""
 
 import json
+import shutil
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import headprune
@@ -148,3 +150,72 @@ def test_windows_of_a_half_precision_model(folder, tmp_path):
     assert stock.dtype is torch.bfloat16 and stock.config.sliding_window == SIZE
     with pytest.raises(PlanError, match="a window already"):
         resolve(plan, stock)
+
+
+def packed(folder, method, tmp_path):
+    """A checkpoint of another one, its projections stored as a method of quantisation does."""
+    shutil.copytree(folder, tmp_path / method)
+    tensors = dict[str, torch.Tensor]()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stem = name.removesuffix(".weight")
+        if "proj" not in name:
+            tensors[name] = tensor.half()
+        elif method == "fp8":
+            tensors |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+        elif method == "gptq":
+            tensors |= {f"{stem}.qweight": torch.randint(0, 2**30, (2, 3), dtype=torch.int32)}
+            tensors |= {f"{stem}.scales": torch.rand(2, 3).half()}
+        else:  # a packed weight under its own name, and what unpacks it
+            tensors |= {name: torch.randint(0, 255, (7, 1), dtype=torch.uint8)}
+            tensors |= {f"{name}.absmax": torch.rand(4), f"{name}.quant_map": torch.rand(16)}
+    save_file(tensors, tmp_path / method / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": "float16"}
+    config["quantization_config"] = {"quant_method": method, "bits": 4}
+    (tmp_path / method / "config.json").write_text(json.dumps(config))
+    return tmp_path / method
+
+
+@pytest.mark.parametrize("method", ["fp8", "gptq", "bitsandbytes"])
+def test_a_quantised_checkpoint_keeps_its_bytes(folder, method, tmp_path):
+    source, out = packed(folder / "m", method, tmp_path), tmp_path / "out"
+    near = {"window": 16, "sinks": 0, "context_tokens": 128, "data": folder / "text.txt"}
+    headprune.score(folder / "m", tmp_path / "scores", form="window", unit="layer", **near)
+    with pytest.raises(HeadpruneError, match="is quantised, and cannot be measured"):
+        headprune.convert_swa(source, out, targets="vllm", data=folder / "text.txt")
+    result = headprune.convert_swa(source, out, scores=tmp_path / "scores", targets="vllm")
+    assert "No outputs were compared, as the weights are quantised" in result.warnings[0]
+    weights = [(each / "model.safetensors").read_bytes() for each in (source, out)]
+    assert weights[0] == weights[1]
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == method
+    assert config["layer_types"].count("sliding_attention") == 2
+    assert headprune.verify(out, against=source).passed
+    (out / "model.safetensors").write_bytes(weights[0][:-1] + bytes([weights[0][-1] ^ 1]))
+    failed = [c.name for c in headprune.verify(out, against=source).checks if not c.passed]
+    assert failed == ["hashes", f"what stays of {source}"]
+
+
+def test_packed_weights_are_touched_by_nothing_else(folder, tmp_path):
+    source = packed(folder / "m", "fp8", tmp_path)
+    how = {"window": 16, "context_tokens": 128, "data": folder / "text.txt"}
+    headprune.score(folder / "m", tmp_path / "scores", form="window", **how)
+    with pytest.raises(HeadpruneError, match="only windows of whole layers"):
+        headprune.convert_swa(source, tmp_path / "out", scores=tmp_path / "scores")
+    other = tiny.model("llama-mha", attention_bias=False, max_position_embeddings=512)
+    tiny.save(other, tmp_path / "other")
+    headprune.score(tmp_path / "other", tmp_path / "others", form="window", unit="layer", **how)
+    with pytest.raises(PlanError, match="other numbers of heads"):
+        headprune.convert_swa(source, tmp_path / "out", scores=tmp_path / "others")
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_are_carried_over_with_their_index(folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder / "m")
+    model.save_pretrained(tmp_path / "m", max_shard_size="100KB")
+    plan = layers_of(model)
+    plan.model_copy(update={"model": None}).write(tmp_path / "plan.json")
+    headprune.prune(tmp_path / "m", tmp_path / "out", plan=tmp_path / "plan.json")
+    names = {file.name for file in (tmp_path / "m").glob("model*")}
+    assert len(names) > 2 and {file.name for file in (tmp_path / "out").glob("model*")} == names
+    for name in names:
+        assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()

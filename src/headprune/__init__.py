@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # for type checkers and the reference, which read these names
     from headprune.model.loading import from_pretrained as from_pretrained
     from headprune.render.attention import attention_picture as attention_picture
     from headprune.schemas.plan import Plan as Plan
+    from headprune.surgery.live import apply as apply
+    from headprune.surgery.live import undo as undo
 
 # Loaded on first use: importing headprune, and so `headprune --help`, must not import torch.
 _COMMANDS = [
@@ -61,8 +63,10 @@ _MODULES = {
     **{name: f"headprune.commands.{name}" for name in _COMMANDS},
     "Context": "headprune.context",
     "Plan": "headprune.schemas.plan",
+    "apply": "headprune.surgery.live",
     "attention_picture": "headprune.render.attention",
     "from_pretrained": "headprune.model.loading",
+    "undo": "headprune.surgery.live",
 }
 
 

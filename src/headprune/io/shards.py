@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headprune.errors import CheckpointError
 from headprune.io.parsing import refuse_pointer
@@ -286,6 +287,10 @@ def write_shards(
         CheckpointError: If a source cannot be read.
         OSError: If writing fails.
     """
+    if max_shard_size == SHARD and (files := _whole_files(pieces)):
+        for whole in files:
+            shutil.copyfile(whole, folder / whole.name)
+        return
     named = {piece.name: piece for piece in pieces}
     sizes = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in named.items()}
     split = split_torch_state_dict_into_shards(
@@ -300,6 +305,19 @@ def write_shards(
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+
+
+def _whole_files(pieces: Sequence[Piece]) -> list[Path]:
+    """Return the files of a checkpoint whose tensors all stay as they are; empty if some do not."""
+    whole = {p.name: p.source for p in pieces if p.copied and p.kept is None}
+    files = {source.file for source in whole.values() if isinstance(source, StoredTensor)}
+    index = {file.with_name(SAFE_WEIGHTS_INDEX_NAME) for file in files}
+    if {file.name for file in files} == {SAFE_WEIGHTS_NAME}:
+        index = set()
+    if len(whole) < len(pieces) or not all(file.is_file() for file in index):
+        return []
+    present = {name: tensor for file in files for name, tensor in tensors_in(file).items()}
+    return [*files, *index] if whole == present else []
 
 
 def _write(file: Path, pieces: Mapping[str, Piece], on_tensor: Callable[[], None]) -> None:

@@ -25,6 +25,7 @@ from headprune.model.loading import (
     load_config,
     load_extractor,
     load_tokenizer,
+    native_of,
     refuse_absent_weights,
 )
 from headprune.model.placement import move_to_device, reshard
@@ -34,9 +35,9 @@ from headprune.model.precision import (
     refuse_not_finite,
     refuse_unwritable,
 )
-from headprune.model.refusals import refuse_quantised
+from headprune.model.refusals import quantised_by, refuse_quantised
 from headprune.model.residency import Residency, residency_of
-from headprune.model.skeleton import Unmapped
+from headprune.model.skeleton import Unmapped, unpacked
 from headprune.model.stored import (
     StoredDtypes,
     commonest_dtype,
@@ -62,6 +63,7 @@ class Model:
         dtype: Element type to compute in.
         allowed: Permissions that it was opened with.
         by_layers: Whether it runs layer by layer, if it can, whatever the free memory.
+        packed: Whether its weights are quantised: they are carried over, and never read.
     """
 
     source: str | Path
@@ -70,10 +72,13 @@ class Model:
     dtype: torch.dtype | str
     allowed: Allowed = Allowed()
     by_layers: bool = False
+    packed: bool = False
 
     @cached_property
     def skeleton(self) -> PreTrainedModel:
         """The model on the meta device; with weights where its headers do not describe it."""
+        if self.packed:
+            return unpacked(self.config, native_of(self.config))
         if not self.is_loaded:
             return self._assembled(weights=False)
         try:
@@ -139,6 +144,8 @@ class Model:
         Raises:
             CheckpointError: If the loaded model overflows in them.
         """
+        if self.packed:
+            return StoredDtypes(self.config.dtype or torch.bfloat16)
         stored = stored_dtypes(self.any_net, self.tensors, self.checkpoint_dtype)
         if out_dtype is not Dtype.AUTO:
             stored = StoredDtypes(getattr(torch, out_dtype.value))
@@ -152,7 +159,14 @@ class Model:
         Raises:
             CheckpointError: Naming the first of them.
         """
-        _ = self.skeleton
+        state = self.skeleton.state_dict()
+        for name, tensor in self.tensors.items() if self.packed else ():
+            plain = tensor.dtype in ("F32", "F16", "BF16") and name in state
+            if plain and tuple(state[name].shape) != tensor.shape:
+                raise CheckpointError(
+                    f"'{self.source}': '{name}' has the shape {list(tensor.shape)}, and its config "
+                    f"describes {list(state[name].shape)}. Get the folder again."
+                )
 
     def to_float32(self, by_layers: bool = True) -> Model:
         """Return it in float32 at least: opened anew if it is narrower, to run layer by layer.
@@ -263,6 +277,7 @@ def open_model(
     dtype: Dtype | torch.dtype = Dtype.AUTO,
     allowed: Allowed = Allowed(),
     calibrates: bool = False,
+    packed: bool = False,
 ) -> Model:
     """Open a model to work on it.
 
@@ -272,11 +287,15 @@ def open_model(
         allowed: Permissions: code that comes with it, tensors to leave out.
         calibrates: Text is run through it and its weights stay: "auto" leaves bfloat16 as it is
             where the device multiplies that without emulation, and no tensor has another type.
+        packed: Whether a quantised model will do.
 
     Raises:
         HeadpruneError: If it cannot be read, or is quantised.
     """
     model = read_model(source, allowed=allowed)
+    model.packed = packed and quantised_by(model.config) is not None
+    if model.packed:
+        return model
     refuse_quantised(source, model.config)
     refuse_quantised_tensors(source, model.tensors)
     if isinstance(dtype, Dtype):

@@ -143,6 +143,19 @@ def _generation_config(model: str, options: Mapping[str, Any]) -> GenerationConf
         return GenerationConfig.from_pretrained(model, **old, **where)
 
 
+def unpacked(config: PreTrainedConfig, cls: type[PreTrainedModel]) -> PreTrainedModel:
+    """Build the model that a quantised checkpoint holds packed, on the meta device.
+
+    Its fingerprint is of its geometry alone.
+    """
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    net = without_weights(cls, plain).eval()
+    for parameter in net.parameters():
+        vars(parameter)[_SAMPLE] = torch.zeros(SAMPLE)
+    return net
+
+
 def _tie_same(net: PreTrainedModel, tensors: Mapping[str, StoredTensor]) -> None:
     """Tie equal tensors that a checkpoint holds twice, as loading with numbers does."""
     names = Names.of(net)

@@ -53,7 +53,11 @@ def fitted_scores(net: PreTrainedModel, scores: Scores) -> list[Attention]:
     Raises:
         PlanError: If they do not fit the model.
     """
-    return _modules_of(attention_of(net), scores.metadata.modules, "scores")
+    about = scores.metadata
+    attentions = _modules_of(attention_of(net), about.modules, "scores")
+    if [tuple(a.group_sizes) for a in attentions] != [*about.group_sizes]:
+        raise PlanError("The scores are of other numbers of heads: score this model.")
+    return attentions
 
 
 def _modules_of(

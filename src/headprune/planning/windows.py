@@ -46,13 +46,13 @@ def plan_windows(
         raise PlanError(
             "The scores are of heads to remove, not of windows: score again with --form window."
         )
-    units = _units(fitted_scores(model.net, scores), scores.metadata.unit)
+    units = _units(fitted_scores(model.any_net, scores), scores.metadata.unit)
     values = scores.of(None)[1].tolist()
     order = sorted(range(len(units)), key=lambda number: (-values[number], number))
     if max_kv_bytes is not None and context is not None:
         beyond = max(0, context - window.size - window.sinks) * element.itemsize
         saved = [len(heads) * kv_width(attention) * beyond for attention, heads in units]
-        total = KVCache.of(model.net).elements(context) * element.itemsize - sum(saved)
+        total = KVCache.of(model.any_net).elements(context) * element.itemsize - sum(saved)
         if total > max_kv_bytes:
             raise PlanError(
                 f"--max-kv-bytes {max_kv_bytes:,}: with a window for every KV head the cache of "
@@ -75,7 +75,7 @@ def windows_of_gates(model: Model, folder: Path) -> tuple[Plan, TrainedGates]:
     Raises:
         HeadpruneError: If they are not of windows, or of another model.
     """
-    gates, attentions = fitted_gates(model.net, model.identity, folder)
+    gates, attentions = fitted_gates(model.any_net, model.identity, folder)
     unit, window = gates.metadata.unit, gates.metadata.window
     if window is None:
         raise PlanError(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headprune.config import DataConfig, LayoutOption, SwaConfig, Writing
 from headprune.context import Context
+from headprune.errors import CheckpointError
 from headprune.evidence.windows import window_scores
 from headprune.io.outputs import claims_output
 from headprune.model.open import Model, open_model
@@ -56,9 +57,19 @@ def convert_swa(
         ProofError: If the result does not compute as the original with a mask per head.
     """
     context.stage("reading the headers")
-    opened = open_model(model, config.dtype, context.allowed, calibrates=scores is None)
-    refuse_unproven(opened, context)
-    chosen = None if scores is None else read_scores(scores, opened.identity)
+    opened = open_model(
+        model, config.dtype, context.allowed, calibrates=scores is None, packed=True
+    )
+    if opened.packed and scores is None:
+        raise CheckpointError(
+            f"'{model}' is quantised, and cannot be measured. Its layers take windows by --scores "
+            "of the model that it was made from (score --form window --unit layer --sinks 0)."
+        )
+    if not opened.packed:
+        refuse_unproven(opened, context)
+    # scores of a quantised model are those of the one that it was made from
+    identity = None if opened.packed else opened.identity
+    chosen = None if scores is None else read_scores(scores, identity)
     proposal = propose_windows(opened, config, data, chosen, context)
     return _written(opened, output, proposal, config, context)
 

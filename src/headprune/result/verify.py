@@ -29,6 +29,7 @@ from headprune.model.loading import auto_class_of, from_pretrained
 from headprune.model.open import open_model, read_model
 from headprune.model.placement import move_to_device
 from headprune.model.probes import Outputs
+from headprune.model.refusals import quantised_by
 from headprune.model.residency import residency_of
 from headprune.model.skeleton import below_base
 from headprune.model.stored import stored_dtypes, stored_tensors
@@ -315,6 +316,7 @@ def _headers(folder: Path, trust_remote_code: bool) -> Iterator[Check]:
     """Check that the weights fit the class."""
     try:
         result = read_model(folder, allowed=Allowed(trust_remote_code))
+        result.packed = quantised_by(result.config) is not None
         result.check_tensors()
     except HeadpruneError as error:
         yield Check("headers", False, sentence(str(error)))
@@ -329,7 +331,8 @@ def _left_alone(
     """Compare settings, files and tensors with what stays of the model it was made from."""
     options = manifest.provenance.options if manifest.provenance else {}
     dtype = Dtype(options.get("dtype", "auto"))
-    original = open_model(against, dtype, Allowed(drop_unexpected=True))
+    packed = manifest.proof is None
+    original = open_model(against, dtype, Allowed(drop_unexpected=True), packed=packed)
     if manifest.changed_weights is None:
         _refuse_ancestor(folder, manifest, against, original.any_net)
     elif original.identity.fingerprint != manifest.source.fingerprint:
@@ -337,8 +340,11 @@ def _left_alone(
     name = f"what stays of {against}"
     try:
         result = read_model(folder, allowed=Allowed(trust_remote_code))
+        result.packed = original.packed
         plan, stored = read_plan(folder / "plan.json", {}), result.tensors
-        net, pieces = cut_again(original, plan, stored_dtypes(original.any_net, stored))
+        dtypes = stored_dtypes(original.any_net, stored)
+        dtypes = original.result_dtypes() if original.packed else dtypes
+        net, pieces = cut_again(original, plan, dtypes)
         source = source_folder(against)
         left_alone.refuse_other_settings(source, original.config, net.config, folder)
         left_alone.refuse_other_files(source, folder)

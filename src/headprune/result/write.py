@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from headprune import memory
 from headprune.config import ProofOption, Writing
 from headprune.context import Context
-from headprune.errors import CheckpointError
+from headprune.errors import CheckpointError, PlanError
 from headprune.io import hub
 from headprune.io.folders import COMPANIONS, copy_companions, hashing
 from headprune.io.outputs import whole_folder
@@ -31,7 +31,7 @@ from headprune.model.cost import KVCache, kv_heads_of, usual_context
 from headprune.model.loading import auto_class_of, remote_code, uneven_heads_are_known
 from headprune.model.open import Model, read_model
 from headprune.model.placement import move_to_device
-from headprune.model.refusals import ignored_tensors
+from headprune.model.refusals import ignored_tensors, quantised_by
 from headprune.model.residency import Residency, residency_of, runs_by_layers
 from headprune.model.skeleton import Names, Unmapped
 from headprune.model.stored import StoredDtypes, identifying
@@ -54,8 +54,16 @@ from headprune.schemas.manifest import (
 from headprune.schemas.plan import Plan, Shape
 from headprune.schemas.proofs import Proof, Sample, TensorProof
 from headprune.schemas.records import Done, Heads, Merging, ModelChoice, Pruning, Refit, Window
-from headprune.surgery.cut import Cut, cut_heads, fold_gates, resolve, window_of
+from headprune.surgery.cut import (
+    Cut,
+    cut_heads,
+    fold_gates,
+    resolve,
+    result_shape,
+    window_of,
+)
 from headprune.surgery.edit import Edit, Tensors, put, replaced, written
+from headprune.surgery.layer_windows import no_layer_windows
 from headprune.surgery.streamed import cut_pieces
 from headprune.surgery.transfer import native_twin, twin_of
 
@@ -303,12 +311,32 @@ def _cut_on_disk(model: Model, edit: Edit, stored: StoredDtypes) -> _Result:
         for name, parameter in net.named_parameters(remove_duplicate=False)
         if id(parameter) in aliases
     }
-    pieces, shape = cut_pieces(net, cuts, stored, model.tensors)
+    if model.packed:
+        pieces, shape = _carried(model, net, cuts)
+    else:
+        pieces, shape = cut_pieces(net, cuts, stored, model.tensors)
     pieces = [replace(piece, live=names.get(piece.live or "", piece.live)) for piece in pieces]
     if not edit.tensors.keys() <= {piece.live for piece in pieces}:
         raise Unmapped("A replaced weight is no tensor of the checkpoint.")
     sizes = _sizes(net, edit.plan, shape, before, cuts, stored)
     return _Result(model, net, pieces, sizes, stored)
+
+
+def _carried(model: Model, net: PreTrainedModel, cuts: Sequence[Cut]) -> tuple[list[Piece], Shape]:
+    """Return the packed tensors of a checkpoint, none of which an edit may touch.
+
+    Raises:
+        PlanError: If it would.
+    """
+    if result_shape(cuts, net.config) is not Shape.NATIVE or window_of(cuts) is None:
+        why = no_layer_windows(net.config) or "only windows of whole layers leave them as they are."
+        raise PlanError(
+            f"'{model.source}' is quantised ({quantised_by(model.config)}), and its weights stay "
+            f"packed: {why}"
+        )
+    shape = cut_heads(net, cuts)
+    net.config.quantization_config = model.config.quantization_config
+    return [Piece.whole(name, tensor) for name, tensor in model.tensors.items()], shape
 
 
 def _cut_in_memory(
@@ -416,7 +444,7 @@ def _conclude(result: _Result, folder: Path, context: Context) -> _Proven:
     """
     model, net, expected = result.model, result.net, result.expected
     reread = read_model(folder, "auto" if expected is None else expected.dtype, model.allowed)
-    reread.by_layers = model.by_layers
+    reread.by_layers, reread.packed = model.by_layers, model.packed
     source = source_folder(model.source)
     left_alone.refuse_other_settings(source, model.config, net.config, folder)
     left_alone.refuse_other_files(source, folder)
@@ -548,6 +576,11 @@ def _memory_needed(takes: float) -> str:
 
 def _why_tensors(model: Model, edit: Edit, proof: ProofOption) -> str | None:
     """Return why only tensors are compared; None where memory suffices, or outputs must be."""
+    if model.packed:
+        return (
+            "No outputs were compared, as the weights are quantised. Every tensor is the "
+            "original's, and the config names the windows."
+        )
     needed, free = _bytes_wide(model), memory.available()
     if edit.tensors or proof is not ProofOption.AUTO or free is None or needed <= free:
         return None

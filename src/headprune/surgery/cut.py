@@ -84,10 +84,13 @@ class Cut:
         return gate
 
 
+def _as_it_is(attention: Attention) -> tuple[tuple[int, ...], tuple[int, ...], None]:
+    return tuple(range(attention.query_heads)), tuple(range(attention.kv_heads)), None
+
+
 def uncut(attention: Attention) -> Cut:
     """The cut that leaves a module as it is."""
-    positions = tuple(range(attention.query_heads)), tuple(range(attention.kv_heads))
-    whole = Cut(attention, *positions, None, attention.group_sizes)
+    whole = Cut(attention, *_as_it_is(attention), attention.group_sizes)
     return replace(whole, window_heads=attention.window_heads, window=attention.window)
 
 
@@ -255,6 +258,8 @@ def _check_kv_heads(attention: Attention, group: Sequence[int]) -> None:
 def index_maps(cut: Cut, family: Family) -> list[IndexMap]:
     """The slices of the attention's tensors that stay, with gate values folded into W_O."""
     attention = cut.attention
+    if (cut.query_positions, cut.kv_positions, cut.scale) == _as_it_is(attention):
+        return []
     total = {"q": attention.query_heads, "k": attention.kv_heads, "v": attention.kv_heads}
     kept = {"q": cut.query_positions, "k": cut.kv_positions, "v": cut.kv_positions}
     maps = []

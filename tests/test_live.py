@@ -1,0 +1,89 @@
+"""headprune.apply and undo: the forms of a plan in memory, and back."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import headprune
+from headprune.errors import PlanError
+from headprune.model.cost import KVCache
+from headprune.surgery.cut import resolve
+from headprune.surgery.edit import Edit, trying
+from tests import tiny
+from tests.cutting import uneven_plan
+from tests.test_layer_windows import layers_of
+from tests.test_windows import apart, plan_of
+
+PLANS = {
+    "windows of heads": ("llama-gqa", plan_of),
+    "windows of layers": ("qwen2", layers_of),
+    "another class": ("mistral", layers_of),
+    "fewer heads": ("llama-gqa", uneven_plan),
+    "fewer heads of an encoder": ("bert-mlm", uneven_plan),
+    "fewer heads of GPT-2": ("gpt2", uneven_plan),
+}
+
+
+@torch.no_grad()
+def logits(model, ids):
+    return model(ids).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PLANS)
+def test_there_and_back(name, dtype, tmp_path):
+    case, planned = PLANS[name]
+    own = {"sliding_window": None} if case == "mistral" else {}
+    model = tiny.model(case, dtype, **own)
+    untouched, plan = copy.deepcopy(model), planned(model)
+    ids = torch.randint(5, tiny.VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
+    config, names = model.config.to_dict(), [name for name, _ in model.named_parameters()]
+    with trying(untouched, Edit(plan)):
+        wanted = logits(untouched, ids)
+    plan.write(tmp_path / "plan.json")
+    headprune.apply(model, plan if dtype is torch.float32 else tmp_path / "plan.json")
+    allowed = 1e-5 if dtype is torch.float32 else 3e-2  # of one forward in bfloat16
+    assert apart(logits(model, ids), wanted) < allowed < apart(wanted, logits(untouched, ids))
+    with pytest.raises(PlanError, match="has a plan already"):
+        headprune.apply(model, plan)
+    headprune.undo(model)
+    assert torch.equal(logits(model, ids), logits(untouched, ids))
+    assert model.config.to_dict() == config and type(model) is type(untouched)
+    assert [name for name, _ in model.named_parameters()] == names
+    headprune.apply(model, plan)
+    assert apart(logits(model, ids), wanted) < allowed
+
+
+def test_tokens_and_bytes_of_windows():
+    model = tiny.model("llama-gqa")
+    ids = torch.randint(5, tiny.VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
+    how = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
+    before = model.generate(ids, **how)
+    headprune.apply(model, plan_of(model))
+    cache = DynamicCache(config=model.config)
+    narrow = model.generate(ids, past_key_values=cache, **how)
+    held = KVCache.of(model).elements(51)
+    headprune.undo(model)
+    assert held < KVCache.of(model).elements(51)
+    assert torch.equal(model.generate(ids, **how), before) and not torch.equal(narrow, before)
+
+
+def test_what_is_refused():
+    model = tiny.model("llama-gqa")
+    with pytest.raises(PlanError, match="No plan was applied"):
+        headprune.undo(model)
+    plan = plan_of(model)
+    with pytest.raises(PlanError, match="fingerprint"):
+        headprune.apply(
+            tiny.model("llama-mha"),
+            plan_of(tiny.model("llama-mha")).model_copy(update={"model": plan.model}),
+        )
+    path, part = next(iter(plan.attentions.items()))
+    merged = part.model_copy(update={"groups": ((0, 1), (2,)), "window": None})
+    with pytest.raises(PlanError, match="merges KV heads"):
+        headprune.apply(
+            model, plan.model_copy(update={"attentions": {**plan.attentions, path: merged}})
+        )
+    assert resolve(plan, model)
