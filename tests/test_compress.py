@@ -24,7 +24,7 @@ from headprune.compression.candidates import CANDIDATES, RemoveHeads, ShareKvHea
 from headprune.compression.compress import Compressed, Outline, _Compression
 from headprune.compression.goals import SizeGoal, _mergeable, goal_of
 from headprune.compression.selection import distance
-from headprune.config import CompressConfig, DataConfig, HealConfig, PlanConfig
+from headprune.config import CompressConfig, DataConfig, HealConfig, PlanConfig, build
 from headprune.context import Context
 from headprune.data.passages import passage_words
 from headprune.errors import (
@@ -40,6 +40,7 @@ from headprune.evaluation.quality import TokenLosses
 from headprune.evaluation.task_table import TASKS
 from headprune.evaluation.written import write
 from headprune.model.attention import attention_of
+from headprune.model.cost import KVCache
 from headprune.model.heads import read_output, write_output
 from headprune.model.loading import from_pretrained
 from headprune.planning.budgets import Price, Prices
@@ -299,11 +300,11 @@ def test_a_candidate_that_needs_too_much_memory_is_left_out(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(ShareKvHeads, "make", greedy)
-    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[1]))
+    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[4], CANDIDATES[1]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.failed == {"KV heads merged or removed, by layer": "cpu ran out of memory."}
     assert choice.chosen.name == "KV groups, fisher"
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[-1:])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[4:5])
     with pytest.raises(HeadpruneError, match="ran out of memory while"):
         compressed(llama_folder, data, tmp_path / "none", keep=0.5)
 
@@ -597,11 +598,11 @@ def test_what_is_not_possible_is_said_and_left_out(llama_folder, data, tmp_path,
         raise PlanError("It cannot be merged.")
 
     monkeypatch.setattr(ShareKvHeads, "make", refusing)
-    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[-1], CANDIDATES[1]))
+    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[4], CANDIDATES[1]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.failed == {"KV heads merged or removed, by layer": "It cannot be merged."}
     assert [one.name for one in choice.contenders] == ["KV groups, fisher"]
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[-1:])
+    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[4:5])
     with pytest.raises(PlanError, match="It cannot be merged"):
         compressed(llama_folder, data, tmp_path / "none", keep=0.5)
     assert not (tmp_path / "none").exists()
@@ -697,3 +698,65 @@ def test_goals_that_are_met_or_out_of_reach_are_refused_at_once(goal, said, llam
     with pytest.raises(PlanError, match=said):
         headprune.compress(llama_folder, dry_run=True, **goal)
     assert isinstance(headprune.compress(llama_folder, dry_run=True, keep=0.5), Outline)
+
+
+@pytest.fixture(scope="module")
+def long_reader(tmp_path_factory):
+    """A model of 1,024 positions beside text that is longer."""
+    folder = tmp_path_factory.mktemp("long")
+    model = tiny.model("llama-gqa", attention_bias=False, max_position_embeddings=1024)
+    tiny.save(model, folder / "m")
+    (folder / "text.txt").write_text("\n".join(tiny.text(60, seed=seed) for seed in range(700)))
+    return folder
+
+
+@pytest.mark.parametrize(("targets", "sinks"), [((), 4), (("anywhere",), 0)])
+def test_a_budget_at_a_context(long_reader, tmp_path, targets, sinks):
+    """Windows meet it, beside fewer heads, and are judged on sequences that are longer."""
+    budget = 500_000  # of 983,040
+    how = {"max_kv_bytes": budget, "context_tokens": 1024, "data": long_reader / "text.txt"}
+    made = headprune.compress(long_reader / "m", tmp_path / "out", targets=targets, **how)
+    sizes = {one.name: one.kv_cache_bytes for one in made.choice.contenders}
+    assert "windows" in sizes and len(sizes) > 1 and max(sizes.values()) <= budget
+    assert made.choice.kv_cache_tokens == 1024
+    written = headprune.from_pretrained(tmp_path / "out")
+    assert KVCache.of(written).elements(1024) * 4 == sizes[made.choice.chosen.name]
+    if made.choice.chosen.name == "windows":
+        window = made.pruned.manifest.window
+        assert (window.size, window.sinks) == (256, sinks)
+
+
+def test_a_small_budget_gets_a_small_window(long_reader):
+    net = headprune.from_pretrained(long_reader / "m")
+    windows = []
+    for budget in (600_000, 250_000, 40_000):
+        config = build(CompressConfig, max_kv_bytes=budget, context_tokens=1024)
+        goal = goal_of(config, net, attention_of(net), torch.float32)
+        windows.append(goal.window and goal.window.size)
+    assert windows == [256, 128, None]
+    config = build(CompressConfig, max_kv_bytes=400, context_tokens=None)
+    assert goal_of(config, net, attention_of(net), torch.float32).window is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"keep": 0.5, "context_tokens": 512}, "--context is that of --max-kv-bytes"),
+        ({"max_kv_bytes": 500_000, "context_tokens": 4096}, "the model takes 1,024 at most"),
+        ({"max_kv_bytes": 5_000_000, "context_tokens": 1024}, "there is nothing to do"),
+    ],
+)
+def test_budgets_at_contexts_that_cannot_be(long_reader, given, said):
+    with pytest.raises(HeadpruneError, match=said):
+        headprune.compress(long_reader / "m", dry_run=True, data=long_reader / "text.txt", **given)
+
+
+def test_answers_far_back_count():
+    def one(**facts):
+        sizes = dict.fromkeys(("parameters", "kv_cache_bytes", "query_heads", "kv_heads"), 1)
+        return Contender(name="one", **{"chosen_by": 1.0, "seconds": 0.0, **sizes, **facts})
+
+    measure = TASKS["causal-lm"].measure
+    near, far = one(chosen_by=1.02, far_nats=0.05), one(chosen_by=1.0, far_nats=2.0)
+    assert distance(near, measure) < distance(far, measure)
+    assert distance(one(far_nats=-1.0), measure) == distance(one(), measure)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from headprune.compression.heldout import HeldOut
+from headprune.compression.heldout import HeldOut, Lengths
 from headprune.compression.texts import Documents, Parts
 from headprune.config import (
     CalibrationConfig,
@@ -143,7 +143,7 @@ def test_samples_of_text_begin_as_a_text(kind, tmp_path, text_file):
         merge_calibration(net, load_tokenizer(folder), data, convert).fit.rows["input_ids"], before
     )
     text = Documents("text", tuple(((tiny.text(100),), None) for _ in range(3)), False)
-    heldout = HeldOut(net, of, Parts((), (text,), (text,)), SEQ, 64, 4)
+    heldout = HeldOut(net, of, Parts((), (text,), (text,)), Lengths(SEQ, 64, 4))
     for half in (heldout.choose, heldout.report):
         assert half.rows and all(begin(rows["input_ids"], before) for rows in half.rows.values())
     roles = RolesConfig(sequences=4, seq_len=SEQ)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headprune.compression import texts
-from headprune.compression.heldout import HeldOut
+from headprune.compression.heldout import HeldOut, Lengths
 from headprune.config import CalibrationConfig, DataConfig
 from headprune.data.batches import calibration
 from headprune.data.text import Text, split
@@ -139,9 +139,9 @@ def test_each_held_out_part_needs_a_sequence(short):
     parts = texts.Parts((), *((few, many) if short == "choose" else (many, few)))
     net, tokenizer = tiny.model("llama-gqa"), tiny.tokenizer()
     with pytest.raises(DataError, match=f"3 tokens, is held out to {short} on"):
-        HeldOut(net, tokenizer, parts, seq_len=16, tokens=64, batch_size=4)
+        HeldOut(net, tokenizer, parts, Lengths(16, 64, 4))
     enough = texts.Parts((), many, many)
-    assert HeldOut(net, tokenizer, enough, seq_len=16, tokens=64, batch_size=4).tokens == 64
+    assert HeldOut(net, tokenizer, enough, Lengths(16, 64, 4)).tokens == 64
 
 
 def test_texts_are_mixed_in_equal_parts_as_far_as_they_reach(tmp_path):

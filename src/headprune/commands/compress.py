@@ -76,6 +76,10 @@ def compress(
     ] = (),
     max_params: o.MaxParams | None = None,
     max_kv_bytes: o.MaxKvBytes | None = None,
+    context_tokens: Annotated[
+        Length, o.option("Tokens of the cache that --max-kv-bytes is of; windows are tried, too.")
+    ]
+    | None = None,
     data: o.Domains = (),
     heal_steps: o.HealSteps | None = None,
     quick: Annotated[bool, o.option("Fit and judge on a quarter of the text.")] = False,

@@ -17,14 +17,17 @@ from headprune.config import (
     DataConfig,
     LayoutOption,
     ScoreConfig,
+    SwaConfig,
     Writing,
 )
+from headprune.config.stages import WindowConfig
 from headprune.context import Context
 from headprune.errors import DataError, PlanError, ProofError
 from headprune.evidence.score import scores_on
 from headprune.model.open import Model
 from headprune.planning.choose import CutRequest, choose
 from headprune.result.convert_gqa import merged_of
+from headprune.result.convert_swa import propose_windows
 from headprune.result.prune import propose_removal
 from headprune.result.write import Proposal
 from headprune.schemas.scores import Scores
@@ -164,6 +167,24 @@ class ShareKvHeads:
 
 
 @dataclass(frozen=True)
+class GiveWindows:
+    """KV heads see a window; whole layers do, for engines that hold no other windows."""
+
+    def applies(self, goal: SizeGoal) -> bool:
+        """Return whether a window meets the goal."""
+        return goal.window is not None
+
+    def make(self, job: Job, context: Context) -> Proposal:
+        """Score and plan."""
+        assert job.goal.window is not None
+        tokens = min(job.config.calibration_tokens, WindowConfig().calibration_tokens)
+        config = job.config.part(
+            SwaConfig, window=job.goal.window.size, seq_len=None, calibration_tokens=tokens
+        )
+        return propose_windows(job.model, config, job.text, None, context)
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A row of the table.
 
@@ -189,6 +210,7 @@ CANDIDATES = (
     *_removing(Unit.KV_GROUP, "KV groups"),
     *_removing(Unit.HEAD, "heads"),
     Candidate("KV heads merged or removed, by layer", ShareKvHeads()),
+    Candidate("windows", GiveWindows()),
 )
 
 

@@ -18,7 +18,7 @@ from headprune.compression.candidates import (
     is_recoverable,
 )
 from headprune.compression.goals import goal_of
-from headprune.compression.heldout import HeldOut, WrittenMetric
+from headprune.compression.heldout import HeldOut, Lengths, WrittenMetric
 from headprune.compression.selection import Selection
 from headprune.config import (
     CompressConfig,
@@ -199,9 +199,12 @@ class _Compression:
             self.model.net,
             self.model.tokenizer,
             self.texts,
-            self.judged,
-            config.held_out_tokens,
-            sequences_per_pass(config.batch_size, self.judged),
+            Lengths(
+                self.judged,
+                config.held_out_tokens,
+                sequences_per_pass(config.batch_size, self.judged),
+                self.goal.window,
+            ),
             WrittenMetric(config.metric, config.max_new_tokens) if config.metric else None,
         )
         self.context.stage("measuring the original")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,18 @@ from transformers import PreTrainedModel
 
 from headprune.config import CompressConfig, PlanConfig
 from headprune.errors import PlanError
-from headprune.model.cost import stated_context
+from headprune.model.batch import most_tokens
+from headprune.model.cost import KVCache, stated_context, usual_window
+from headprune.model.windows import no_windows
 from headprune.planning.budgets import Prices, cache_prices, parameter_prices
 from headprune.render.blocks import at_context
 from headprune.runtime.modeling_headprune import Attention
-from headprune.schemas.records import Contender
+from headprune.schemas.records import Contender, Window
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
+
+_SINKS, _LEAST_WINDOW = 4, 64  # tokens
+_NEAR_SHARE = 0.6  # of a budget that the windows of all KV heads may take
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class SizeGoal:
         kv_share: The share of KV heads that may stay when they are merged; None where merging
             does not meet the goal.
         context: Tokens at which KV caches are compared.
+        window: The window that meets it where KV heads get one; None without a given context.
     """
 
     said: str
@@ -38,6 +45,7 @@ class SizeGoal:
     units: tuple[Unit, ...]
     kv_share: float | None
     context: int = 1
+    window: Window | None = None
 
     def missed(self, found: Contender) -> str | None:
         """Why a model does not meet a goal in bytes or parameters; None if it does."""
@@ -74,7 +82,8 @@ def goal_of(
     if config.keep == 1:
         raise PlanError("The goal is 1, which the model meets as it is: there is nothing to do.")
     grouped = kv_heads < heads
-    whole, context = Unit.KV_GROUP if grouped else Unit.HEAD, stated_context(net)
+    whole = Unit.KV_GROUP if grouped else Unit.HEAD
+    context = config.context_tokens or stated_context(net)
     if config.max_kv_bytes is not None:
         prices = cache_prices(net, attentions, stored, context)
         present = prices.total([(a.query_heads, a.kv_heads) for a in attentions])
@@ -84,7 +93,8 @@ def goal_of(
         said = f"KV cache of at most {config.max_kv_bytes:,}{unit}, of {present:,.0f}"
         fit = _mergeable(prices, config.max_kv_bytes)
         share = min(fit, kv_heads) / kv_heads if fit else None
-        return SizeGoal(said, budget, (whole,), share, context)
+        window = _window(config, net, stored)
+        return SizeGoal(said, budget, (whole,), share, context, window)
     if config.max_params is not None:
         least = parameter_prices(net, attentions).rest
         _refuse_out_of_reach("--max-params", config.max_params, least, net.num_parameters())
@@ -95,6 +105,25 @@ def goal_of(
     said = f"{config.keep:.4g} of the {'KV heads, as queries share them' if grouped else 'heads'}"
     budget = config.part(PlanConfig)
     return SizeGoal(said, budget, (whole,), config.keep if grouped else None, context)
+
+
+def _window(config: CompressConfig, net: PreTrainedModel, stored: torch.dtype) -> Window | None:
+    """Return the widest window that leaves a part of the budget to heads with a whole past.
+
+    Raises:
+        PlanError: If the model takes no such context.
+    """
+    context, most = config.context_tokens, most_tokens(net) or sys.maxsize
+    if context is None or all(no_windows(net).values()):
+        return None
+    if context > most:
+        raise PlanError(f"--context {context:,}: the model takes {most:,} at most.")
+    size, sinks, cache = usual_window(context), 0 if config.targets else _SINKS, KVCache.of(net)
+    assert config.max_kv_bytes is not None
+    room = _NEAR_SHARE * config.max_kv_bytes / stored.itemsize
+    while size > _LEAST_WINDOW and cache.elements(size + sinks) > room:
+        size //= 2
+    return Window(size=size, sinks=sinks) if cache.elements(size + sinks) <= room else None
 
 
 def _refuse_out_of_reach(

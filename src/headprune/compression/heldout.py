@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
@@ -24,10 +25,15 @@ from headprune.evaluation.metrics import METRICS, Floats
 from headprune.evaluation.quality import Pass
 from headprune.evaluation.task_table import TASKS, Measure, RowSettings
 from headprune.evaluation.written import COUNTED, references_of, write
+from headprune.evidence.losses import example_losses
 from headprune.evidence.recall import FEWEST, PASSAGES, passage_dependent_words
+from headprune.evidence.windows import far_batches, sequence_of
 from headprune.model.answers import Prompt, answered
+from headprune.model.batch import Batch
 from headprune.model.loading import task_of
+from headprune.schemas.records import Window
 
+_FAR_ROWS = 4  # sequences with three questions about facts far back
 _ROWS = 8  # held-out rows, at least: half of them choose
 
 Outputs = Mapping[str, Any]  # by text; see ``TaskRow.outputs``
@@ -61,6 +67,23 @@ class WrittenMetric:
     most: int
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """Amounts of held-out text that are read.
+
+    Attributes:
+        seq_len: Tokens of a sequence, at most.
+        tokens: About how many tokens of all texts are used.
+        batch_size: Sequences per pass.
+        window: Sequences are as long as shows what lies beyond it, and answers far back count.
+    """
+
+    seq_len: int
+    tokens: int
+    batch_size: int
+    window: Window | None = None
+
+
 class HeldOut:
     """Held-out texts as a model reads them.
 
@@ -68,9 +91,7 @@ class HeldOut:
         net: The original.
         tokenizer: Its tokenizer.
         texts: The texts in their parts; two are held out.
-        seq_len: Tokens of a sequence, at most.
-        tokens: About how many tokens of all texts are used.
-        batch_size: Sequences per pass.
+        lengths: How much of them is read.
         written: The metric that chooses, instead of the usual measure.
 
     Raises:
@@ -82,11 +103,15 @@ class HeldOut:
         net: PreTrainedModel,
         tokenizer: Any,
         texts: Parts,
-        seq_len: int,
-        tokens: int,
-        batch_size: int,
+        lengths: Lengths,
         written: WrittenMetric | None = None,
     ) -> None:
+        seq_len, batch_size = lengths.seq_len, lengths.batch_size
+        self.words_len = seq_len
+        self.window = lengths.window if written is None else None
+        if self.window is not None:
+            texts = texts.held_out_as_one()
+            seq_len, batch_size = sequence_of(net, tokenizer, self.window), 1
         self.task, self.tokenizer, self.written = task_of(net), tokenizer, written
         self._row = TASKS[self.task]
         measure = self._row.measure if written is None else _of_metric(written.metric)
@@ -104,7 +129,7 @@ class HeldOut:
         }
         if not self._packs:
             _refuse_few(rows)
-        share = -(-tokens // len(held_out))
+        share = -(-lengths.tokens // len(held_out))
         some = {part: _some(each, share) for part, each in rows.items()}
         self.choose, self.report = (
             Half(part, {text: each for (text, reports), each in some.items() if reports == half})
@@ -140,11 +165,27 @@ class HeldOut:
             word
             for text in half.texts
             for word in passage_words(
-                text.examples(), each, self.tokenizer, self.seq_len, inside=True
+                text.examples(), each, self.tokenizer, self.words_len, inside=True
             )
         ]
         words = passage_dependent_words(net, some, self.batch_size, progress)
         return words if len(words) >= FEWEST else []
+
+    def far(self, half: Half) -> list[Batch]:
+        """Return questions about facts beyond the window in a half; none without a window."""
+        if self.window is None:
+            return []
+        texts = [ids for rows in half.rows.values() for ids in rows["input_ids"]]
+        batches = list[Batch]()
+        for seed in range(_FAR_ROWS):
+            batches += far_batches(texts[:1], self.tokenizer, self.window, seed)
+        return batches
+
+    @torch.no_grad()
+    def far_nats(self, net: PreTrainedModel, questions: Sequence[Batch]) -> float | None:
+        """Return the mean loss of such answers; None without any."""
+        losses = [example_losses(net, "causal-lm", batch) for batch in questions]
+        return float(torch.cat(losses).mean()) if losses else None
 
     def kept(self, net: PreTrainedModel, words: Sequence[Prompt]) -> float | None:
         """Return the share of such words that a model predicts; None if there are none."""

@@ -20,6 +20,7 @@ from headprune.schemas.records import Contender, ModelChoice
 from headprune.surgery.edit import Edit, meta_model, trying
 
 ORIGINAL = "original"
+_FAR_NAT = 0.1  # of perplexity
 _WORD_LOST = 0.1  # of perplexity; with some 50 words, more would weigh their chance
 
 
@@ -40,6 +41,8 @@ class Selection:
         self.failed: dict[str, str] = {}
         self._original = held_out.outputs(model.net, held_out.choose, progress)
         self._words = held_out.words(model.net, held_out.choose, progress)
+        self._far = held_out.far(held_out.choose)
+        self._far_before = held_out.far_nats(model.net, self._far)
 
     def measured(self, name: str, changed: Edit | Model, seconds: float) -> Contender:
         """Measure a candidate on the choosing half.
@@ -52,6 +55,7 @@ class Selection:
         with self._as(changed) as net:
             outputs = self.held_out.outputs(net, self.held_out.choose, self._progress)
             words = self.held_out.kept(net, self._words)
+            far = self.held_out.far_nats(net, self._far)
         nearness, _ = self.held_out.nearness(outputs, self._original)
         if isinstance(changed, Edit):
             net = meta_model(self.model, changed)
@@ -59,6 +63,7 @@ class Selection:
         else:
             net, stored = changed.net, changed.result_dtypes().default
         facts = {"chosen_by": nearness, "passage_words": words, "seconds": seconds}
+        facts["far_nats"] = _more(far, self._far_before)
         return self._contender(name, net, stored, **facts)
 
     def add(self, contender: Contender) -> bool:
@@ -76,16 +81,21 @@ class Selection:
         """Measure the best contender on the other half of the text; return the record of all."""
         facts, wanted, report = [], None, self.held_out.report
         words = self.held_out.words(self.model.net, report, self._progress)
+        questions, far_before = self.held_out.far(report), None
         for changed in (self.model, best):
             with self._as(changed) as net:
                 outputs = self.held_out.outputs(net, report, self._progress)
                 kept = self.held_out.kept(net, words)
+                far = self.held_out.far_nats(net, questions)
             wanted = outputs if wanted is None else wanted
+            far_before = far if far_before is None else far_before
             whole, by_text = self.held_out.nearness(outputs, wanted)
             facts.append({"held_out": whole, "by_text": by_text, "held_out_words": kept})
+            facts[-1]["held_out_far_nats"] = _more(far, far_before)
         net, stored = self.model.net, self.model.result_dtypes().default
         chosen_by, _ = self.held_out.nearness(self._original, self._original)
         first_facts = {"chosen_by": chosen_by, "passage_words": 1.0 if self._words else None}
+        first_facts["far_nats"] = 0.0 if self._far else None
         original = self._contender(ORIGINAL, net, stored, **first_facts, seconds=0.0)
         first, *others = self.contenders
         return ModelChoice(
@@ -124,8 +134,15 @@ class Selection:
 
 
 def distance(one: Contender, measure: Measure[Any]) -> float:
-    """Distance to the original: a tenth of the passage words lost is 1 % of perplexity."""
+    """Distance to the original: a tenth of the passage words lost is 1 % of perplexity.
+
+    So is a tenth of a nat in answers that lie far back.
+    """
     if measure.higher_is_better:
         return -one.chosen_by
     lost = 0.0 if one.passage_words is None else 1 - one.passage_words
-    return one.chosen_by * (1 + _WORD_LOST * lost)
+    return one.chosen_by * (1 + _WORD_LOST * lost + _FAR_NAT * max(0.0, one.far_nats or 0.0))
+
+
+def _more(nats: float | None, before: float | None) -> float | None:
+    return None if nats is None or before is None else nats - before

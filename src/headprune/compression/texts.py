@@ -86,6 +86,14 @@ class Parts:
     choose: tuple[Documents, ...]
     report: tuple[Documents, ...]
 
+    def held_out_as_one(self) -> Parts:
+        """Return the parts, all held-out texts as one, which is longer."""
+        parts = [
+            Documents("all", tuple(row for text in part for row in text.rows), part[0].plain)
+            for part in (self.choose, self.report)
+        ]
+        return Parts(self.fit, (parts[0],), (parts[1],))
+
     def by_sentence(self) -> Parts:
         """Return the parts with a row for every sentence of a plain text."""
         parts = (self.fit, self.choose, self.report)

@@ -155,7 +155,7 @@ class SwaConfig(_WindowSettings):
 
     Attributes:
         targets: Engines of the result. They hold windows of whole layers, without sink tokens.
-        level: The unit: "head", which is a KV head, or "layer"; None for what the engines take.
+        level: The unit: "head", which is a KV head, or "layer"; None for that of the engines.
         sinks: First tokens that heads with a window see; None for 4, or none with engines.
         keep_full: Share or number of the units that keep it.
         max_kv_bytes: Instead, bytes of the cache of one sequence of ``context_tokens`` tokens.
@@ -194,13 +194,15 @@ class SwaConfig(_WindowSettings):
 class PlanConfig(Settings):
     """Budget and layout of a plan.
 
-    ``out_dtype`` is the result's, which its KV cache has; ``criterion`` is that of several scores.
+    ``out_dtype`` is the result's, which its KV cache has, in a context of ``context_tokens``;
+    ``criterion`` is that of several scores.
     """
 
     targets: Targets = ()
     keep: FractionOrCount | None = None
     max_params: Count | None = None
     max_kv_bytes: NonNegativeInt | None = None
+    context_tokens: Length | None = None
     keep_roles: Names = ()
     roles: Path | None = None
     out_dtype: Dtype = Dtype.AUTO
@@ -261,6 +263,7 @@ class CompressConfig(CalibrationConfig):
     keep: Share | None = None
     max_params: Count | None = None
     max_kv_bytes: NonNegativeInt | None = None
+    context_tokens: Length | None = None  # of max_kv_bytes; windows are tried where it is given
     heal_steps: Steps | None = None
     # 512 suffices for perplexity, but loses facts far back in a context (docs/benchmarks/gqa)
     seq_len: Length = 2_048
@@ -272,6 +275,8 @@ class CompressConfig(CalibrationConfig):
     @model_validator(mode="after")
     def _one_goal(self) -> CompressConfig:
         _exactly_one(self, "keep", "max_params", "max_kv_bytes")
+        if self.context_tokens is not None and self.max_kv_bytes is None:
+            raise ValueError("--context is that of --max-kv-bytes: give both")
         return self
 
 

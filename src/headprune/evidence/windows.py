@@ -77,7 +77,7 @@ def window_scores(
     attentions, window = candidates(net), window_of(net, model.tokenizer, config)
     text = _text(model, config, window, source)
     near = text.batches()
-    far = _far_batches(model, text, window, config.seed)
+    far = far_batches(text.rows["input_ids"], model.tokenizer, window, config.seed)
     if not far:
         context.line("no prompt whose answer lies far back fits: scores are by text alone")
     context.stage("scoring")
@@ -167,9 +167,12 @@ def _text(model: Model, config: WindowConfig, window: Window, data: DataConfig) 
     return calibration(model.net, model.tokenizer, data, how, "score").fit
 
 
-def _far_batches(model: Model, text: Sequences, window: Window, seed: int) -> list[Batch]:
-    first, ids = len(around(model.tokenizer).before), text.rows["input_ids"]
-    rows = far_rows(ids, model.tokenizer, (window.size, window.sinks), first, seed)
+def far_batches(
+    texts: Sequence[Sequence[int]], tokenizer: Any, window: Window, seed: int
+) -> list[Batch]:
+    """Return texts with questions at the end about facts beyond a window, one a batch."""
+    first = len(around(tokenizer).before)
+    rows = far_rows(texts, tokenizer, (window.size, window.sinks), first, seed)
     return [{**padded([row], 0), "use_cache": False} for row in rows]
 
 

@@ -254,7 +254,7 @@ def _limits(
             BudgetLimit(prices, float(budget.max_params), f"--max-params {budget.max_params:,}")
         )
     if budget.max_kv_bytes is not None:
-        context_tokens = stated_context(net)
+        context_tokens = budget.context_tokens or stated_context(net)
         prices = cache_prices(net, attentions, stored, context_tokens)
         option = f"--max-kv-bytes {budget.max_kv_bytes:,} {at_context(context_tokens)}"
         limits.append(BudgetLimit(prices, float(budget.max_kv_bytes), option))

@@ -265,7 +265,9 @@ def contenders(choice: ModelChoice) -> Table:
     """Return a row per candidate: quality on both halves of the held-out text, and size."""
     generates = choice.original.kv_cache_bytes > 0
     recalls = any(choice.passage_words)
+    far = choice.original.far_nats is not None
     columns = ["", choice.measure, "other half", *["words kept", "other half"] * recalls]
+    columns += ["nats of far answers", "other half"] * far
     cached = f"KV bytes {at_context(choice.kv_cache_tokens)}"
     columns += ["parameters", *[cached] * generates, "query/KV"]
     rows = []
@@ -275,6 +277,8 @@ def contenders(choice: ModelChoice) -> Table:
         cells.append("-" if one.held_out is None else f"{one.held_out:.3f}")
         for share in (one.passage_words, one.held_out_words) if recalls else ():
             cells.append("-" if share is None else f"{share:.3f}")
+        for nats in (one.far_nats, one.held_out_far_nats) if far else ():
+            cells.append("-" if nats is None else f"{nats:+.3f}")
         cells += [f"{one.parameters:,}", *[f"{one.kv_cache_bytes:,}"] * generates]
         rows.append((*cells, f"{one.query_heads:,}/{one.kv_heads:,}"))
     return Table(columns, rows)
@@ -291,6 +295,8 @@ def chosen(choice: ModelChoice) -> list[Block]:
             f" Half of the words that only their passage tells, {words}, choose as well: a tenth "
             "of them lost counts as 1 % of perplexity."
         )
+    if choice.original.far_nats is not None:
+        text += " So does a tenth of a nat in answers that lie further back than a window."
     return [Paragraph(text), contenders(choice)]
 
 

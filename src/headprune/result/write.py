@@ -323,7 +323,7 @@ def _cut_on_disk(model: Model, edit: Edit, stored: StoredDtypes) -> _Result:
 
 
 def _carried(model: Model, net: PreTrainedModel, cuts: Sequence[Cut]) -> tuple[list[Piece], Shape]:
-    """Return the packed tensors of a checkpoint, none of which an edit may touch.
+    """Return the packed tensors of a checkpoint; an edit may touch none of them.
 
     Raises:
         PlanError: If it would.

@@ -283,6 +283,9 @@ class Contender(_Part):
         passage_words: Share of the words that the original needs the passage for, on the half
             that chooses; None where there are too few.
         held_out_words: The same on the other half, of the original and the chosen one alone.
+        far_nats: Loss of answers far back in a context beyond the original's, in nats, on the half
+            that chooses; None without a context.
+        held_out_far_nats: The same on the other half, of the original and the chosen one alone.
         parameters: Its parameters.
         kv_cache_bytes: Its KV cache of ``kv_cache_tokens``; 0 where it generates nothing.
         query_heads: Its query heads.
@@ -296,6 +299,8 @@ class Contender(_Part):
     by_text: dict[str, Finite] = {}
     passage_words: Finite | None = None
     held_out_words: Finite | None = None
+    far_nats: Finite | None = None
+    held_out_far_nats: Finite | None = None
     parameters: Count
     kv_cache_bytes: Count
     query_heads: Count
