@@ -219,3 +219,10 @@ def test_shards_are_carried_over_with_their_index(folder, tmp_path):
     assert len(names) > 2 and {file.name for file in (tmp_path / "out").glob("model*")} == names
     for name in names:
         assert (tmp_path / "m" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_inspect_names_the_layers_with_a_window(folder):
+    seen = headprune.inspect(folder / "out")
+    assert (seen.window.size, seen.window.sinks) == (16, 0)
+    assert [a.window_heads for a in seen.attentions].count(3) == 2
+    assert headprune.inspect(folder / "m").window is None

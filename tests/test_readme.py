@@ -57,6 +57,7 @@ def run(name, monkeypatch):
             for small in ("seq_len=16", "calibration_tokens=256", "held_out_tokens=64"):
                 shrunk += ["--config", small]
             shrunk += [] if "--data" in shrunk else ["--data", "text.txt"]
+            shrunk = [{"94000000": "61000", "8192": "128"}.get(word, word) for word in shrunk]
         if "--heal" in shrunk:
             shrunk[shrunk.index("--heal") + 1] = "3"
         if "convert-gqa" in shrunk:
@@ -97,7 +98,8 @@ def after_readme(tmp_path_factory):
     """A working folder, in which the pages' names mean tiny models and texts, after the README."""
     folder = tmp_path_factory.mktemp("readme")
     for name, case in MODELS.items():
-        tiny.save(tiny.model(case), folder / name)
+        own = {"attention_bias": False} if case == "llama-gqa" else {}  # as theirs
+        tiny.save(tiny.model(case, **own), folder / name)
     old_folder(tiny.model("bert-mlm"), folder / "pruned-by-transformers-4", PRUNED)
     rows = ["de\ten", *(f"{tiny.text(9, i)}\t{tiny.text(8, i)}" for i in range(80))]
     for name in ("pairs.tsv", "test.tsv"):

@@ -46,6 +46,7 @@ def _show(console: Console, result: GatesRun, values: Mapping[str, Any]) -> None
         **dict.fromkeys(("target_heads", "l0_penalty", "train", "attention"), "form=removed"),
         "weight_lr": "train=attention|train=all",
         "init_log_alpha": "l0_penalty",
+        "calibration_tokens": "target_heads|form=window",
     },
     together=True,
 )

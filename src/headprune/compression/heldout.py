@@ -69,7 +69,7 @@ class WrittenMetric:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Amounts of held-out text that are read.
+    """Amounts of held-out text to read.
 
     Attributes:
         seq_len: Tokens of a sequence, at most.
@@ -109,9 +109,6 @@ class HeldOut:
         seq_len, batch_size = lengths.seq_len, lengths.batch_size
         self.words_len = seq_len
         self.window = lengths.window if written is None else None
-        if self.window is not None:
-            texts = texts.held_out_as_one()
-            seq_len, batch_size = sequence_of(net, tokenizer, self.window), 1
         self.task, self.tokenizer, self.written = task_of(net), tokenizer, written
         self._row = TASKS[self.task]
         measure = self._row.measure if written is None else _of_metric(written.metric)
@@ -119,6 +116,10 @@ class HeldOut:
         self.measure: Measure[Any] = measure
         self._packs = self._row.closed is not None and written is None
         self.seq_len, self.batch_size = seq_len, batch_size
+        if self.window is not None:
+            texts = texts.held_out_as_one()
+            seq_len = self.seq_len = self._beyond(texts, sequence_of(net, tokenizer, self.window))
+            self.batch_size = 1
         held_out = [(text, False) for text in texts.choose]
         held_out += [(text, True) for text in texts.report]
         if self._packs:
@@ -202,6 +203,24 @@ class HeldOut:
                     f"{2 * HELD_OUT * self.seq_len:,} tokens, a smaller seq_len, or no --data "
                     "for the text that ships with headprune."
                 )
+
+    def _beyond(self, texts: Parts, most: int) -> int:
+        """Return the tokens of a sequence that shows the loss beyond the window, ``most`` at most.
+
+        Raises:
+            DataError: If the held-out text has too few.
+        """
+        assert self.window is not None
+        self.seq_len = most
+        length = min(most, *(self._tokens(part[0]) for part in (texts.choose, texts.report)))
+        if length < 2 * (self.window.size + self.window.sinks):
+            raise DataError(
+                f"A sixteenth of the text, {length:,} tokens, is held out to choose on, and shows "
+                f"little beyond a window of {self.window.size:,}: give some "
+                f"{2 * HELD_OUT * most:,} tokens, a smaller --context, or no --data for the text "
+                "that ships with headprune."
+            )
+        return length
 
     def _tokens(self, text: Documents) -> int:
         """Count the tokens of a text, no further than a sequence needs."""

@@ -165,6 +165,10 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
     windows = [Window(size=a.window[0], sinks=a.window[1]) for a in attentions if a.window]
     window = windows[0] if windows else None
     caches, offered = _caches(net, attentions, window)
+    layers = cost.KVCache.of(net).windows  # each keeps the tokens that the next one sees
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    if len({*layers.values()}) == 1 and "chunked_attention" not in kinds:
+        window = window or Window(size=next(iter(layers.values())) + 1, sinks=0)
     return Inspection(
         family=family.model_type,
         architecture=type(net).__name__,
@@ -178,7 +182,7 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
                 kind=a.kind,
                 query_heads=a.query_heads,
                 kv_heads=cost.kv_heads_of(net, a),
-                window_heads=a.window_heads,
+                window_heads=a.kv_heads if a.path in layers else a.window_heads,
                 head_dim=a.head_dim,
                 parameters=cost.attention_parameters(a),
             )
