@@ -13,7 +13,7 @@ docs/benchmarks/results.json, and is not measured again. ``pages`` writes the ta
 Perplexity is that of the published code: rows joined by two newlines, windows without overlap, the
 mean over their predicted tokens. Tasks are run by lm-eval on files that are made of Brown: the last
 word of a passage, and its last sentence among four. Weights are cut in float32, and measured in
-bfloat16, as is the original.
+bfloat16, as is the original; in float32, and on some windows, where a config says so.
 
 ``measure: far`` is of long contexts, in float32: the perplexity of positions after the first 512 in
 windows of ``length`` tokens; the share of needles found (40, beyond the window of any row) and the
@@ -195,6 +195,8 @@ class Config(Strict):
         sha256: Digest of its weights.
         measure: What is measured; see the top of this file.
         tasks: Whether to measure passage words and tasks too, half of the time.
+        dtype: Element type to measure in.
+        windows: Windows of WikiText-2 to read; None for all.
         length: Tokens of a long context.
         needle_keys: Facts in it, of which one is asked for.
     """
@@ -203,6 +205,8 @@ class Config(Strict):
     sha256: str
     measure: Literal["text", "far", "similarity", "own_text"] = "text"
     tasks: bool = True
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    windows: int | None = None
     length: int = LONG
     needle_keys: int = 4
     rows: tuple[Row, ...]
@@ -340,15 +344,15 @@ class Bench:
 
     def develop(self, made: Made) -> float:
         """Return the mean loss on the development texts, in nats."""
-        with _measured(made) as net:
+        with _measured(made, self.config.dtype) as net:
             losses = [self.nll(net, text, 512, 2 * WINDOWS) for text in self._develop]
         return sum(losses) / len(losses)
 
     def publish(self, made: Made, short: bool) -> dict[str, float]:
         """Return the numbers that are published."""
-        with _measured(made) as net:
+        with _measured(made, self.config.dtype) as net:
             numbers = {
-                "wikitext2": math.exp(self.nll(net, self.wikitext, LONG)),
+                "wikitext2": math.exp(self.nll(net, self.wikitext, LONG, self.config.windows)),
                 "brown": math.exp(self.nll(net, self.brown, LONG, WINDOWS)),
             }
             if short:
@@ -514,7 +518,7 @@ class Similarities(Bench):
     def _embedded(self, made: Made, sentences: tuple[str, ...]) -> Any:
         examples = Examples([(text,) for text in sentences], None, True)
         rows = tokenized_rows(examples, self.tokenizer, self.seq_len)
-        with _measured(made) as net:
+        with _measured(made, self.config.dtype) as net:
             return embeddings(Pass(net, rows, self.tokenizer, 32))
 
 
@@ -533,12 +537,12 @@ class OwnText(Bench):
 
     def develop(self, made: Made) -> float:
         """Return the mean loss on other sequences, in nats."""
-        with _measured(made) as net:
+        with _measured(made, self.config.dtype) as net:
             return self.nll(net, self._development, OWN)
 
     def publish(self, made: Made, short: bool) -> dict[str, float]:
         """Return the perplexity of sequences that no row has seen."""
-        with _measured(made) as net:
+        with _measured(made, self.config.dtype) as net:
             return {"own_text": math.exp(self.nll(net, self._own, OWN))}
 
 
@@ -587,13 +591,13 @@ AttentionMaskInterface.register("even_widths", sdpa_mask)
 
 
 @contextmanager
-def _measured(made: Made) -> Iterator[PreTrainedModel]:
-    """Yield a model in bfloat16, in its context; the frequencies of rotations stay as they are."""
+def _measured(made: Made, dtype: str) -> Iterator[PreTrainedModel]:
+    """Yield a model in a type, in its context; the frequencies of rotations stay as they are."""
     with ExitStack() as stack:
         for context in made.contexts:
             stack.enter_context(context)
         buffers = {name: buffer.clone() for name, buffer in made.net.named_buffers()}
-        net = made.net.to(torch.bfloat16).eval()
+        net = made.net.to(getattr(torch, dtype)).eval()
         for name, buffer in net.named_buffers():
             buffer.data = buffers[name]
         yield net

@@ -103,8 +103,8 @@ def test_only_what_is_written_down_is_published(protocol, tmp_path, monkeypatch)
         protocol.read_config(config)
     configs = [protocol.read_config(file) for file in protocol.CONFIGS.glob("*.yaml")]
     short = [c for c in configs if c.measure != "far"]
-    with_original = [c.model for c in short if any(r.method == "original" for r in c.rows)]
-    assert sorted(with_original) == sorted({c.model for c in configs})  # each once
+    kinds = [(c.model, c.dtype) for c in short if any(r.method == "original" for r in c.rows)]
+    assert sorted(kinds) == sorted({(c.model, c.dtype) for c in configs})  # each once
     assert all(c.rows[0].method == "original" for c in configs if c.measure == "far")
     for rows in (config.rows for config in configs):
         assert len({row.name for row in rows}) == len(rows)
