@@ -226,3 +226,19 @@ def test_inspect_names_the_layers_with_a_window(folder):
     assert (seen.window.size, seen.window.sinks) == (16, 0)
     assert [a.window_heads for a in seen.attentions].count(3) == 2
     assert headprune.inspect(folder / "m").window is None
+
+
+def test_a_healed_result_keeps_the_record_of_its_windows(folder, tmp_path):
+    text = tmp_path / "long.txt"
+    text.write_text("\n".join(tiny.text(60, seed=seed) for seed in range(300)))
+    how = {"teacher": folder / "m", "data": text, "steps": 2}
+    healed = headprune.heal(folder / "out", tmp_path / "healed", **how)
+    made = json.loads((folder / "out" / "headprune.json").read_text())
+    for manifest in (made, json.loads((tmp_path / "healed" / "headprune.json").read_text())):
+        assert manifest["window"] == {"size": 16, "sinks": 0}
+        near = [heads.get("window_heads") for heads in manifest["layout"].values()]
+        assert sorted(near, key=str) == [3, 3, None, None]
+    card = (tmp_path / "healed" / "README.md").read_text()
+    assert "vllm serve healed --model-impl transformers" in card
+    assert "6 of 12 KV heads see only the latest 16 tokens" in card
+    assert headprune.verify(tmp_path / "healed").passed and healed.taken_after

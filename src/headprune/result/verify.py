@@ -118,7 +118,9 @@ def verify(
         said = "No outputs were stored: the result was proven by its tensors, as it is verified."
         return Verification(str(folder), tuple(checks), said)
     stored, dtype = manifest.probe, _proof_dtype(manifest.proof)
-    window = None if manifest.window is None else (manifest.window.size, manifest.window.sinks)
+    window = None
+    if manifest.window is not None and (manifest.shape is Shape.RUNTIME or manifest.proof.windows):
+        window = (manifest.window.size, manifest.window.sinks)
 
     def compare(route: str, load: Callable[[], PreTrainedModel]) -> _Probed | None:
         on_stage(f"loading by {route}")

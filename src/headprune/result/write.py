@@ -44,6 +44,7 @@ from headprune.schemas.manifest import (
     CARD,
     HISTORY,
     NO_ID,
+    LineageStep,
     Manifest,
     contents,
     read_lineage,
@@ -203,6 +204,8 @@ def write(
     source, why_tensors = model.identity, _why_tensors(model, edit, writing.proof)
     compares = why_tensors is None and writing.proof is not ProofOption.TENSORS
     result = _expected(model, edit, writing, context, expected, compares)
+    lineage = read_lineage(source_folder(model.source))
+    sizes = _with_layer_windows(result.sizes, lineage)
     with identifying(model.source) as parent, whole_folder(output) as folder:
         context.stage("writing")
         _save(result, edit.plan, changes, writing, folder, context)
@@ -216,14 +219,14 @@ def write(
                 provenance=context.provenance,
                 source=source,
                 parent=parent(),
-                lineage=read_lineage(source_folder(model.source)),
+                lineage=lineage,
                 dtype=result.stored.names,
-                engines=engines_of(result.net, result.sizes.layout, result.sizes.shape),
+                engines=engines_of(result.net, sizes.layout, sizes.shape),
                 done=changes.done,
                 refit=changes.refit,
                 choice=changes.choice,
                 files=files(),
-                **vars(result.sizes),
+                **vars(sizes),
                 **vars(proven),
             )
         manifest = write_manifest(folder, unnamed)
@@ -410,6 +413,20 @@ def _sizes(
         layout=layout_of(cuts),
         window=None if window is None else Window(size=window[0], sinks=window[1]),
     )
+
+
+def _with_layer_windows(sizes: _Sizes, lineage: Sequence[LineageStep]) -> _Sizes:
+    """Return sizes with the windows of layers that a source has by its plain config."""
+    last = lineage[-1] if lineage else None
+    if last is None or last.window is None or not last.shape is sizes.shape is Shape.NATIVE:
+        return sizes
+    layout = {
+        path: heads.model_copy(update={"window_heads": len(heads.kv_heads)})
+        if path in last.layout and last.layout[path].window_heads
+        else heads
+        for path, heads in sizes.layout.items()
+    }
+    return replace(sizes, layout=layout, window=sizes.window or last.window)
 
 
 def layout_of(cuts: Sequence[Cut]) -> dict[str, Heads]:
