@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import headprune
 from headprune.errors import PlanError
@@ -56,14 +55,13 @@ def test_there_and_back(name, dtype, tmp_path):
     assert apart(logits(model, ids), wanted) < allowed
 
 
-def test_tokens_and_bytes_of_windows():
+def test_tokens_of_windows():
     model = tiny.model("llama-gqa")
     ids = torch.randint(5, tiny.VOCAB, (1, 40), generator=torch.Generator().manual_seed(1))
     how = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     before = model.generate(ids, **how)
     headprune.apply(model, plan_of(model))
-    cache = DynamicCache(config=model.config)
-    narrow = model.generate(ids, past_key_values=cache, **how)
+    narrow = model.generate(ids, **how)
     held = KVCache.of(model).elements(51)
     headprune.undo(model)
     assert held < KVCache.of(model).elements(51)
@@ -87,3 +85,35 @@ def test_what_is_refused():
             model, plan.model_copy(update={"attentions": {**plan.attentions, path: merged}})
         )
     assert resolve(plan, model)
+
+
+def test_a_model_that_was_moved_goes_back():
+    model = tiny.model("llama-gqa")
+    ids = torch.randint(5, tiny.VOCAB, (2, 20), generator=torch.Generator().manual_seed(2))
+    wanted = logits(copy.deepcopy(model).double(), ids)
+    headprune.apply(model, uneven_plan(model))
+    model.to(torch.float64)
+    headprune.undo(model)
+    assert torch.equal(logits(model, ids), wanted)
+
+
+def test_settings_of_generation_go_back():
+    model = tiny.model("whisper")
+    model.generation_config.alignment_heads = [[1, 3], [2, 5], [0, 0]]
+    headprune.apply(model, uneven_plan(model))
+    assert getattr(model.generation_config, "alignment_heads", None) != [[1, 3], [2, 5], [0, 0]]
+    headprune.undo(model)
+    assert model.generation_config.alignment_heads == [[1, 3], [2, 5], [0, 0]]
+
+
+def test_a_plan_of_fitted_weights_is_refused(tmp_path):
+    tiny.save(tiny.model("llama-gqa"), tmp_path / "m")
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(tiny.text(60, seed=seed) for seed in range(40)))
+    how = {"calibration_tokens": 512, "seq_len": 32}
+    headprune.score(tmp_path / "m", tmp_path / "scores", data=text, **how)
+    cut = {"scores": tmp_path / "scores", "keep": 0.5, "refit": text}
+    headprune.prune(tmp_path / "m", tmp_path / "out", **cut, **how)
+    model = headprune.from_pretrained(tmp_path / "m")
+    with pytest.raises(PlanError, match="were fitted or trained"):
+        headprune.apply(model, tmp_path / "out" / "plan.json")

@@ -116,8 +116,11 @@ def convert_swa(
         return converted(Path(output))
     from headprune.commands.convert_gqa import refuse_healing_by_layers
     from headprune.distillation.heal import make_and_heal
+    from headprune.model.loading import load_config
+    from headprune.model.refusals import refuse_quantised
 
     refuse_healing_by_layers(placement)
+    refuse_quantised(model, load_config(model, trust_remote_code=trust_remote_code))
     healing = build(HealConfig, locals(), steps=heal_steps, seq_len=None, batch_size=None)
 
     def make(unhealed: Path) -> None:

@@ -161,6 +161,7 @@ class _Compression:
         task = task_of(net)
         _refuse_unfit(task, list(data.values()), config.metric)
         most = most_tokens(net, self.model.tokenizer) or config.seq_len
+        _refuse_context(config.context_tokens, most_tokens(net, self.model.tokenizer))
         read = min(config.seq_len, most)
         self.judged = min(read, _JUDGED)
         if TASKS[task].closed is not None:
@@ -195,6 +196,8 @@ class _Compression:
                 "Layers may keep different numbers of heads. Such a result loads with "
                 "trust_remote_code or headprune; with --for anywhere it is a plain model."
             )
+        if config.context_tokens is not None and self.goal.window is None:
+            self.context.line("No windows are tried: model, engine or budget leave no room for any")
         held_out = HeldOut(
             self.model.net,
             self.model.tokenizer,
@@ -209,6 +212,7 @@ class _Compression:
         )
         self.context.stage("measuring the original")
         selection = Selection(self.model, held_out, self.context.step, self.goal)
+        self.longest = held_out.seq_len
         with reserved(beside(output, "{}-candidates")) as work:
             work.mkdir()
             job = self._job(work)
@@ -288,6 +292,7 @@ class _Compression:
         made = best.manifest
         scored_alone = isinstance(made.done, Pruning) and made.refit is None
         seen = min(self.config.seq_len, SCORED) if scored_alone else self.config.seq_len
+        seen = max(seen, self.longest if self.goal.window is not None else 0)
         return seen if self.most is not None and self.most > seen else None
 
     def _healing(self) -> HealConfig | None:
@@ -335,6 +340,11 @@ class _Compression:
             selection.failed[name] = _why(error)
             return best, None
         return (healed.pruned, result) if better else (best, None)
+
+
+def _refuse_context(context: int | None, most: int | None) -> None:
+    if context is not None and most is not None and context > most:
+        raise PlanError(f"--context {context:,}: model and tokenizer take {most:,} at most.")
 
 
 def _machine_ran_out(error: Exception) -> str | None:

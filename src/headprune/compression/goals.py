@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from headprune.config import CompressConfig, PlanConfig
+from headprune.config import CompressConfig, LayoutOption, PlanConfig
 from headprune.errors import PlanError
-from headprune.model.batch import most_tokens
 from headprune.model.cost import KVCache, stated_context, usual_window
 from headprune.model.windows import no_windows
 from headprune.planning.budgets import Prices, cache_prices, parameter_prices
+from headprune.planning.constraints import constraints_of
+from headprune.planning.targets import LAYER_WINDOWS
 from headprune.render.blocks import at_context
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.records import Contender, Window
@@ -108,16 +108,13 @@ def goal_of(
 
 
 def _window(config: CompressConfig, net: PreTrainedModel, stored: torch.dtype) -> Window | None:
-    """Return the widest window that leaves a part of the budget to heads with a whole past.
-
-    Raises:
-        PlanError: If the model takes no such context.
-    """
-    context, most = config.context_tokens, most_tokens(net) or sys.maxsize
+    """Return the widest window that leaves a part of the budget to heads with a whole past."""
+    context = config.context_tokens
     if context is None or all(no_windows(net).values()):
         return None
-    if context > most:
-        raise PlanError(f"--context {context:,}: the model takes {most:,} at most.")
+    engines = constraints_of(net, LayoutOption.PER_LAYER, config.targets)
+    if config.targets and LAYER_WINDOWS not in engines.shapes:
+        return None
     size, sinks, cache = usual_window(context), 0 if config.targets else _SINKS, KVCache.of(net)
     assert config.max_kv_bytes is not None
     room = _NEAR_SHARE * config.max_kv_bytes / stored.itemsize

@@ -33,6 +33,7 @@ from headprune.model.batch import Batch
 from headprune.model.loading import task_of
 from headprune.schemas.records import Window
 
+_FAR_SEED = 1_000  # facts that no scores were made of
 _FAR_ROWS = 4  # sequences with three questions about facts far back
 _ROWS = 8  # held-out rows, at least: half of them choose
 
@@ -108,7 +109,7 @@ class HeldOut:
     ) -> None:
         seq_len, batch_size = lengths.seq_len, lengths.batch_size
         self.words_len = seq_len
-        self.window = lengths.window if written is None else None
+        self.window = lengths.window
         self.task, self.tokenizer, self.written = task_of(net), tokenizer, written
         self._row = TASKS[self.task]
         measure = self._row.measure if written is None else _of_metric(written.metric)
@@ -117,7 +118,7 @@ class HeldOut:
         self._packs = self._row.closed is not None and written is None
         self.seq_len, self.batch_size = seq_len, batch_size
         if self.window is not None:
-            texts = texts.held_out_as_one()
+            texts = texts.held_out_as_one(-(-lengths.tokens // 2))
             seq_len = self.seq_len = self._beyond(texts, sequence_of(net, tokenizer, self.window))
             self.batch_size = 1
         held_out = [(text, False) for text in texts.choose]
@@ -178,8 +179,9 @@ class HeldOut:
             return []
         texts = [ids for rows in half.rows.values() for ids in rows["input_ids"]]
         batches = list[Batch]()
-        for seed in range(_FAR_ROWS):
-            batches += far_batches(texts[:1], self.tokenizer, self.window, seed)
+        for number in range(_FAR_ROWS):
+            text = texts[number % len(texts)]
+            batches += far_batches([text], self.tokenizer, self.window, _FAR_SEED + number)
         return batches
 
     @torch.no_grad()

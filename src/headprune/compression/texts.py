@@ -86,12 +86,14 @@ class Parts:
     choose: tuple[Documents, ...]
     report: tuple[Documents, ...]
 
-    def held_out_as_one(self) -> Parts:
-        """Return the parts, all held-out texts as one, which is longer."""
-        parts = [
-            Documents("all", tuple(row for text in part for row in text.rows), part[0].plain)
-            for part in (self.choose, self.report)
-        ]
+    def held_out_as_one(self, tokens: int) -> Parts:
+        """Return the parts, equal shares of all held-out texts as one, which is longer."""
+        parts = []
+        for part in (self.choose, self.report):
+            plain, some = all(text.plain for text in part), mixed(part, tokens)
+            between: tuple[Row, ...] = ((("\n\n",), None),) * plain
+            rows = tuple(row for text in some for row in (*text.rows, *between))
+            parts.append(Documents("all", rows, plain))
         return Parts(self.fit, (parts[0],), (parts[1],))
 
     def by_sentence(self) -> Parts:

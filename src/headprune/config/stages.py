@@ -277,6 +277,8 @@ class CompressConfig(CalibrationConfig):
         _exactly_one(self, "keep", "max_params", "max_kv_bytes")
         if self.context_tokens is not None and self.max_kv_bytes is None:
             raise ValueError("--context is that of --max-kv-bytes: give both")
+        if self.context_tokens is not None and self.metric is not None:
+            raise ValueError("--metric reads short prompts, which show no windows: no --context")
         return self
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from headprune.errors import CheckpointError
-from headprune.io.parsing import refuse_pointer
+from headprune.io.parsing import read_json, refuse_pointer
 from headprune.io.streaming import bytes_of, equal_bytes, header
 from headprune.tensors.dtypes import SAFETENSORS, dtype_name
 from headprune.tensors.index_maps import IndexMap
@@ -316,8 +316,10 @@ def _whole_files(pieces: Sequence[Piece]) -> list[Path]:
         index = set()
     if len(whole) < len(pieces) or not all(file.is_file() for file in index):
         return []
+    listed = {name for file in index for name in read_json(file)["weight_map"].values()}
     present = {name: tensor for file in files for name, tensor in tensors_in(file).items()}
-    return [*files, *index] if whole == present else []
+    same = whole == present and (not index or listed == {file.name for file in files})
+    return [*files, *index] if same else []
 
 
 def _write(file: Path, pieces: Mapping[str, Piece], on_tensor: Callable[[], None]) -> None:

@@ -161,7 +161,7 @@ class Model:
         """
         state = self.skeleton.state_dict()
         for name, tensor in self.tensors.items() if self.packed else ():
-            plain = tensor.dtype in ("F32", "F16", "BF16") and name in state
+            plain = name in state and tensor.dtype in ("F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
             if plain and tuple(state[name].shape) != tensor.shape:
                 raise CheckpointError(
                     f"'{self.source}': '{name}' has the shape {list(tensor.shape)}, and its config "

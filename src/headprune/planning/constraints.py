@@ -16,6 +16,7 @@ from headprune.planning.targets import (
     HEAD_WINDOWS,
     KV_COUNTS,
     LAYER_WINDOWS,
+    NO,
     QUERY_COUNTS,
     RAGGED,
     SHAPES,
@@ -72,16 +73,17 @@ class Constraints:
         filled = {TARGETS[target].zero_heads for target in self.targets}
         return "every" in filled or ("first" in filled and layer == 0)
 
-    def refuse_without(self, shape: str) -> None:
-        """Refuse targets that do not hold a shape, before long work.
+    def refuse_windows(self, size: int) -> None:
+        """Refuse targets that hold no windows of whole layers of a size, before long work.
 
         Raises:
             PlanError: Naming the first.
         """
         for target in self.targets:
-            engine = TARGETS[target]
-            if shape not in engine.holds(self.net):
-                why = engine.limits(self.net).get(shape, f"it holds no {shape}.")
+            why = no_layer_windows(self.net.config, size)
+            if TARGETS[target].cells[LAYER_WINDOWS] == NO:
+                why = f"it holds no {LAYER_WINDOWS}."
+            if why is not None:
                 raise PlanError(f"--for {target.value}: {why}")
 
     def check(self, cuts: Sequence[Cut]) -> None:
@@ -97,7 +99,10 @@ class Constraints:
         for target in self.targets:
             engine = TARGETS[target]
             if windows is LAYER_WINDOWS and not plain:
-                why = no_layer_windows(self.net.config, (window_of(cuts) or (0, 0))[0])
+                size, _ = window_of(cuts) or (0, 0)
+                why = no_layer_windows(self.net.config, size) or (
+                    "windows of layers need all heads of the model, and the plan removes some."
+                )
                 raise PlanError(f"--for {target.value}: {why}")
             unheld = [s for s in SHAPES if s in shapes and s not in engine.holds(self.net)]
             if unheld:
@@ -150,6 +155,8 @@ def _others(net: PreTrainedModel) -> str:
 
 
 def _instead(net: PreTrainedModel, shapes: frozenset[str]) -> str:
+    if shapes == {HEAD_WINDOWS}:
+        return "Choose layers: score --form window --unit layer --sinks 0."
     chosen = "With --gates or --scores, headprune chooses a plan that fits"
     held = [t.value for t, engine in TARGETS.items() if shapes <= engine.holds(net)]
     return f"{chosen}; --for {' and '.join(held)} would take this one." if held else f"{chosen}."

@@ -296,7 +296,9 @@ def chosen(choice: ModelChoice) -> list[Block]:
             "of them lost counts as 1 % of perplexity."
         )
     if choice.original.far_nats is not None:
-        text += " So does a tenth of a nat in answers that lie further back than a window."
+        text += (
+            " A tenth of a nat in answers further back than a window counts as 1 % of perplexity."
+        )
     return [Paragraph(text), contenders(choice)]
 
 

@@ -6,14 +6,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from headprune.config import DataConfig, LayoutOption, SwaConfig, Writing
+from headprune.config import DataConfig, Dtype, LayoutOption, SwaConfig, Writing
 from headprune.context import Context
 from headprune.errors import CheckpointError
-from headprune.evidence.windows import window_scores
+from headprune.evidence.windows import window_of, window_scores
 from headprune.io.outputs import claims_output
 from headprune.model.open import Model, open_model
 from headprune.planning.constraints import constraints_of
-from headprune.planning.targets import LAYER_WINDOWS
 from headprune.planning.windows import plan_windows, windows_of_gates
 from headprune.proof.twins import refuse_unproven
 from headprune.result.write import Changes, Proposal, Pruned, write
@@ -64,6 +63,10 @@ def convert_swa(
         raise CheckpointError(
             f"'{model}' is quantised, and cannot be measured. Its layers take windows by --scores "
             "of the model that it was made from (score --form window --unit layer --sinks 0)."
+        )
+    if opened.packed and (config.dtype, config.out_dtype) != (Dtype.AUTO, Dtype.AUTO):
+        raise CheckpointError(
+            f"'{model}' is quantised, and its element types stay: leave out dtype and out_dtype."
         )
     if not opened.packed:
         refuse_unproven(opened, context)
@@ -124,7 +127,7 @@ def propose_windows(
     """
     if config.targets:
         held = constraints_of(model.any_net, LayoutOption.PER_LAYER, config.targets)
-        held.refuse_without(LAYER_WINDOWS)
+        held.refuse_windows(window_of(model.any_net, model.tokenizer, config.scoring).size)
     if scores is None:
         scores = window_scores(model, config.scoring, data, context)
     element = model.result_dtypes(config.out_dtype).default

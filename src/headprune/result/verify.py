@@ -324,7 +324,8 @@ def _headers(folder: Path, trust_remote_code: bool) -> Iterator[Check]:
         yield Check("headers", False, sentence(str(error)))
         return
     count = len(result.tensors)
-    yield Check("headers", True, f"{count} tensors of the sizes that the config describes")
+    packed = ", or packed" if result.packed else ""
+    yield Check("headers", True, f"{count} tensors of the sizes that the config describes{packed}")
 
 
 def _left_alone(
@@ -337,6 +338,8 @@ def _left_alone(
     original = open_model(against, dtype, Allowed(drop_unexpected=True), packed=packed)
     if manifest.changed_weights is None:
         _refuse_ancestor(folder, manifest, against, original.any_net)
+        wanted = f"The heads in '{folder}'"
+        manifest.source.refuse_other(original.identity, wanted, "Give --against that model.")
     elif original.identity.fingerprint != manifest.source.fingerprint:
         return
     name = f"what stays of {against}"

@@ -380,7 +380,8 @@ def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
     )
     native = family.native and not any(getattr(config, key, None) for key in family.native_unless)
     if any(cut.window_heads for cut in cuts):
-        plain = untouched and windows_layers(cuts) and _layer_windows(cuts, config) is not None
+        whole = untouched and all(cut.scale is None for cut in cuts) and windows_layers(cuts)
+        plain = whole and _layer_windows(cuts, config) is not None
         return Shape.NATIVE if plain else Shape.RUNTIME
     ragged = any(len(set(cut.group_sizes)) > 1 for cut in cuts)
     shared = any(max(cut.group_sizes, default=1) > 1 for cut in cuts)
@@ -408,15 +409,20 @@ def _layer_windows(cuts: Sequence[Cut], config: PreTrainedConfig) -> PreTrainedC
     return with_windows(config, layers, window[0])
 
 
+_STATE = ("training", "gradient_checkpointing", "generation_config")  # of a model in use
+
+
 def _write_layer_windows(model: PreTrainedModel, cuts: Sequence[Cut]) -> None:
     """Makes a model one of the class that holds its windows; no weight is touched."""
     config, modules = _layer_windows(cuts, model.config), dict(model.named_modules())
     assert config is not None
     same = without_weights(AutoModelForCausalLM._model_mapping[type(config)], config)
     for name, module in same.named_modules():
-        module._parameters, module._buffers = modules[name]._parameters, modules[name]._buffers
-    same.generation_config = model.generation_config
-    model.__class__, model.__dict__ = type(same), same.eval().__dict__
+        if type(module).__module__.startswith("transformers.models."):
+            modules[name].__class__ = type(module)
+            for setting, value in vars(module).items():
+                if setting[0] != "_" and setting not in _STATE and not isinstance(value, Tensor):
+                    modules[name].__dict__[setting] = value
 
 
 def config_holds(config: PreTrainedConfig, queries: int, kv_heads: int) -> bool:

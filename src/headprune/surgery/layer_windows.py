@@ -12,8 +12,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 HELD_BY = {
     **dict.fromkeys(("llama", "mistral"), "ministral"),
-    **{kind: kind for kind in ("cwm", "ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3")},
-    **{kind: kind for kind in ("gemma2", "granite_swa", "olmo3", "vaultgemma")},
+    **{kind: kind for kind in ("ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3")},
+    **{kind: kind for kind in ("gemma2", "olmo3", "vaultgemma")},
 }
 """The model type that holds layers with a window and full ones, by the type of the original."""
 
@@ -44,6 +44,8 @@ def no_layer_windows(config: PreTrainedConfig, size: int | None = None) -> str |
     types = {*(getattr(config, "layer_types", None) or [])}
     if not types <= {_FULL, _NEAR}:
         return f"some of its layers are {', '.join(sorted(types - {_FULL, _NEAR}))}."
+    if size == 1:
+        return "a plain config holds no window of 1 token: give a larger --window."
     if _NEAR in types and size not in (None, config.sliding_window):
         return (
             f"its config holds windows of one size, and some of its layers have one of "
