@@ -278,4 +278,4 @@ def test_a_model_in_use_stays_as_it_is():
     headprune.apply(model, layers_of(tiny.model("mistral", sliding_window=None)))
     model(torch.arange(5, 25)[None]).logits.sum().backward()
     assert model.model.layers[0] is layer and type(layer.self_attn.q_proj) is wrapped
-    assert seen and model.training and model.is_gradient_checkpointing
+    assert seen and model.training and model.is_activation_checkpointing
