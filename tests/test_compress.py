@@ -717,13 +717,14 @@ def test_a_budget_at_a_context(long_reader, tmp_path, targets):
     how = {"max_kv_bytes": budget, "context_tokens": 1024, "data": long_reader / "text.txt"}
     made = headprune.compress(long_reader / "m", tmp_path / "out", targets=targets, **how)
     sizes = {one.name: one.kv_cache_bytes for one in made.choice.contenders}
-    assert "windows" in sizes and len(sizes) > 1 and max(sizes.values()) <= budget
+    assert any("windows of 256 tokens" in name for name in sizes)
+    assert len(sizes) > 1 and max(sizes.values()) <= budget
     assert made.choice.kv_cache_tokens == 1024
     written = headprune.from_pretrained(tmp_path / "out")
     assert KVCache.of(written).elements(1024) * 4 == sizes[made.choice.chosen.name]
     if not targets:  # those without sinks cost more
         window = made.pruned.manifest.window
-        assert made.choice.chosen.name == "windows" and (window.size, window.sinks) == (256, 4)
+        assert "windows" in made.choice.chosen.name and (window.size, window.sinks) == (256, 4)
 
 
 def test_a_small_budget_gets_a_small_window(long_reader):

@@ -53,7 +53,7 @@ from headprune.result.card import write_card
 from headprune.result.folder import ModelFolder
 from headprune.result.write import Proposal, Pruned, write
 from headprune.schemas.manifest import amend_manifest
-from headprune.schemas.records import ModelChoice, Pruning
+from headprune.schemas.records import ModelChoice, Pruning, Windowing
 from headprune.surgery.edit import Edit
 
 _SEQUENCES = 8  # at least: one of eight chooses the ridge of fits to the others
@@ -363,7 +363,10 @@ def _why(error: Exception) -> str:
 
 
 def _name(candidate: Candidate, proposal: Proposal) -> str:
-    """Return the name of a candidate, once it is known whether its refit helped."""
+    """Return the name of a candidate, with what became known: its windows, a refit left out."""
+    done = proposal.changes.done
+    if isinstance(done, Windowing):
+        return f"windows of {done.window.size:,} tokens, {done.heads} KV heads"
     return f"{candidate.name} (left out)" if _left_out(proposal) else candidate.name
 
 
