@@ -188,7 +188,7 @@ def test_the_python_example_runs(stand_ins):
 def test_the_notebook_runs(stand_ins):
     notebook = json.loads((ROOT / "docs/notebooks/start.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
-    assert len(cells) == 7 and not any(c.get("outputs") for c in notebook["cells"])
+    assert len(cells) == 8 and not any(c.get("outputs") for c in notebook["cells"])
     code = "\n".join(cells)
     for small in ("data=train)", "refit=train)"):
         code = code.replace(small, f"{small[:-1]}, seq_len=16, calibration_tokens=256)", 1)
