@@ -762,3 +762,24 @@ def test_answers_far_back_count():
     near, far = one(chosen_by=1.02, far_nats=0.05), one(chosen_by=1.0, far_nats=2.0)
     assert distance(near, measure) < distance(far, measure)
     assert distance(one(far_nats=-1.0), measure) == distance(one(), measure)
+
+
+def test_facts_far_back_are_measured_and_shown(tmp_path):
+    """With a tokenizer that knows the words of the questions: one token a character."""
+    known = [*tiny.SPECIAL, *map(chr, range(32, 127)), "\n"]
+    letters = Tokenizer(models.WordLevel({c: n for n, c in enumerate(known)}, unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    letters.decoder = decoders.Fuse()
+    names = {"unk_token": "<unk>", "pad_token": "<pad>", "model_max_length": 512}
+    PreTrainedTokenizerFast(tokenizer_object=letters, **names).save_pretrained(tmp_path / "m")
+    own = {"attention_bias": False, "max_position_embeddings": 512, "vocab_size": len(known)}
+    tiny.model("llama-gqa", **own).save_pretrained(tmp_path / "m")
+    (tmp_path / "text.txt").write_text("".join(f"{tiny.text(12, seed=n)}.\n" for n in range(300)))
+    how = {"max_kv_bytes": 260_000, "context_tokens": 512, "seq_len": 128, "held_out_tokens": 1024}
+    how |= {"calibration_tokens": 1024, "data": tmp_path / "text.txt", "targets": "anywhere"}
+    made = headprune.compress(tmp_path / "m", tmp_path / "out", **how)
+    near = next(one for one in made.choice.contenders if "windows" in one.name)
+    assert made.choice.original.far_nats == 0 and near.far_nats != 0
+    assert made.choice.chosen.held_out_far_nats != made.choice.original.held_out_far_nats == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "nats of far answers" in card and f"{near.far_nats:+.3f}" in card

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 import headprune
 from headprune.context import Allowed
@@ -279,3 +279,157 @@ def test_a_model_in_use_stays_as_it_is():
     model(torch.arange(5, 25)[None]).logits.sum().backward()
     assert model.model.layers[0] is layer and type(layer.self_attn.q_proj) is wrapped
     assert seen and model.training and model.is_activation_checkpointing
+
+
+# quantization_config as published checkpoints spell it, and tensors as they name them
+METHODS = {
+    "fp8, blocks": (
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+        {"weight": "f8", "weight_scale_inv": "f32"},
+    ),
+    "fp8, ModelOpt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        {"weight": "f8", "weight_scale": "f32", "input_scale": "f32"},
+    ),
+    "fbgemm": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        {"weight": "f8", "weight_scale": "f32"},
+    ),
+    "compressed-tensors, fp8": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
+        {"weight": "f8", "weight_scale": "bf16"},
+    ),
+    "compressed-tensors, int4": (
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+        {"weight_packed": "i32", "weight_scale": "bf16", "weight_shape": "i64"},
+    ),
+    "compressed-tensors, mxfp8": (
+        {"quant_method": "compressed-tensors", "format": "mxfp8", "config_groups": {}},
+        {"weight": "f8", "weight_scale": "e8m0"},
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True},
+        {"qweight": "i32", "qzeros": "i32", "scales": "f16", "g_idx": "i32"},
+    ),
+    "awq": (
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 128,
+            "version": "gemm",
+            "zero_point": True,
+        },
+        {"qweight": "i32", "qzeros": "i32", "scales": "f16"},
+    ),
+    "bitsandbytes, 4 bits": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+        {"weight": "u8", "weight.absmax": "u8", "weight.quant_state.bitsandbytes__nf4": "u8"},
+    ),
+    "bitsandbytes, 8 bits": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0},
+        {"weight": "i8", "SCB": "f32", "weight_format": "u8"},
+    ),
+}
+STORED = {
+    **{"f8": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu, "bf16": torch.bfloat16},
+    **{"f32": torch.float32, "f16": torch.float16, "i64": torch.int64, "i32": torch.int32},
+    **{"u8": torch.uint8, "i8": torch.int8},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ten_spellings_of_quantised_checkpoints(folder, method, tmp_path):
+    settings, parts = METHODS[method]
+    shutil.copytree(folder / "m", tmp_path / "m")
+    tensors = dict[str, torch.Tensor]()
+    for name, tensor in load_file(folder / "m" / "model.safetensors").items():
+        if "proj" not in name:
+            tensors[name] = tensor.bfloat16()
+            continue
+        stem = name.removesuffix(".weight")
+        for part, kind in parts.items():
+            shape = tensor.shape if part == "weight" and kind in ("f8", "i8") else (4, 1)
+            tensors[f"{stem}.{part}"] = torch.ones(shape).to(STORED[kind])
+    save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "m" / "config.json").read_text())
+    config |= {"torch_dtype": "bfloat16", "quantization_config": settings}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    model = headprune.from_pretrained(folder / "m")
+    layers_of(model).model_copy(update={"model": None}).write(tmp_path / "plan.json")
+    source, out = tmp_path / "m", tmp_path / "out"
+    near = {"window": 16, "sinks": 0, "context_tokens": 128, "data": folder / "text.txt"}
+    headprune.score(folder / "m", tmp_path / "scores", form="window", unit="layer", **near)
+    headprune.convert_swa(source, out, scores=tmp_path / "scores")
+    weights = [(each / "model.safetensors").read_bytes() for each in (source, out)]
+    assert weights[0] == weights[1]
+    written = json.loads((out / "config.json").read_text())
+    assert written["quantization_config"] == settings
+    assert written["model_type"] == "ministral" and written["sliding_window"] == 16
+    assert headprune.verify(out, against=source).passed
+
+
+# attention settings as published config.json files spell them
+PUBLISHED = {
+    "Llama 2": {"model_type": "llama", "pretraining_tp": 1, "rope_scaling": None},
+    "Llama 3.1": {
+        "model_type": "llama",
+        "rope_theta": 500000.0,
+        "eos_token_id": [3, 4],
+        "rope_scaling": {
+            **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            **{"original_max_position_embeddings": 64, "rope_type": "llama3"},
+        },
+    },
+    "linear rope": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "SmolLM2": {"model_type": "llama", "rope_theta": 100000, "tie_word_embeddings": True},
+    "Mistral 0.3": {"model_type": "mistral", "sliding_window": None, "rope_theta": 1000000.0},
+    "Qwen2.5": {
+        "model_type": "qwen2",
+        **{"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 2},
+    },
+    "Qwen2.5, windows null": {"model_type": "qwen2", "sliding_window": None},
+    "Qwen3": {
+        "model_type": "qwen3",
+        **{"head_dim": 12, "use_sliding_window": False, "max_window_layers": 4},
+        **{"sliding_window": None, "attention_bias": False},
+    },
+    "SmolLM3": {
+        "model_type": "smollm3",
+        **{"no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 4},
+        "use_sliding_window": False,
+    },
+    "Gemma 2": {
+        "model_type": "gemma2",
+        **{"sliding_window": 8, "query_pre_attn_scalar": 12, "head_dim": 12},
+        **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    },
+}
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ten_configs_as_published(published, dtype, tmp_path):
+    settings = {
+        **{"vocab_size": tiny.VOCAB, "hidden_size": 48, "intermediate_size": 32},
+        **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"max_position_embeddings": 128, "hidden_act": "silu", "torch_dtype": dtype},
+        **{"initializer_range": 0.2, "bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1},
+        **PUBLISHED[published],
+    }
+    torch.manual_seed(0)
+    kind = CONFIG_MAPPING[settings["model_type"]]
+    model = AutoModelForCausalLM.from_config(kind.from_dict(settings)).eval()
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "m")
+    settings["architectures"] = [type(model).__name__]
+    (tmp_path / "m" / "config.json").write_text(json.dumps(settings))
+    plan = layers_of(model)
+    plan.model_copy(update={"model": None}).write(tmp_path / "plan.json")
+    headprune.prune(tmp_path / "m", tmp_path / "out", plan=tmp_path / "plan.json")
+    weights = [(tmp_path / each / "model.safetensors").read_bytes() for each in ("m", "out")]
+    assert weights[0] == weights[1]
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="float32")
+    ids = torch.randint(5, tiny.VOCAB, (1, 60), generator=torch.Generator().manual_seed(0))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="float32")
+    with trying(model, Edit(plan)):
+        wanted = model(ids, use_cache=False).logits
+    assert apart(stock(ids).logits, wanted) < 1e-5 < 1e-3 < apart(model(ids).logits, wanted)

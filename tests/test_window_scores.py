@@ -230,6 +230,14 @@ def test_far_answers_were_said_once_beyond_the_window():
     assert far_rows([text[:120] for text in texts], Letters(), (100, 4), 1, seed=0) == []
 
 
+def test_a_single_text_is_not_asked_for_its_own_words():
+    """They may stand within the window, where nothing is lost."""
+    text = "every word of this text is said " * 30
+    (row,) = far_rows([list(map(ord, text))], Letters(), (100, 4), 1, seed=0)
+    said = Letters().decode([label for label in row["labels"] if label != -100])
+    assert said and not any(said[at : at + 6] in text for at in range(len(said) - 5))
+
+
 def test_texts_too_short_for_prompts_are_scored_alone(place):
     lines = []
     config = WindowConfig(window=8, sinks=3, calibration_tokens=256)

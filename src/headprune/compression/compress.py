@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from headprune.errors import (
 )
 from headprune.evaluation.task_table import TASKS
 from headprune.evaluation.written import COUNTED, refuse_metrics
+from headprune.evidence.windows import refuse_context
 from headprune.io.outputs import claimed, whole_folder
 from headprune.io.writing import beside, of_full_disk, reserved
 from headprune.model.batch import most_tokens
@@ -160,8 +162,9 @@ class _Compression:
         constraints_of(net, LayoutOption.PER_LAYER, config.targets)  # refuses what none takes
         task = task_of(net)
         _refuse_unfit(task, list(data.values()), config.metric)
-        most = most_tokens(net, self.model.tokenizer) or config.seq_len
-        _refuse_context(config.context_tokens, most_tokens(net, self.model.tokenizer))
+        limit = most_tokens(net, self.model.tokenizer)
+        most = limit or config.seq_len
+        refuse_context(config.context_tokens or 0, limit or sys.maxsize)
         read = min(config.seq_len, most)
         self.judged = min(read, _JUDGED)
         if TASKS[task].closed is not None:
@@ -340,11 +343,6 @@ class _Compression:
             selection.failed[name] = _why(error)
             return best, None
         return (healed.pruned, result) if better else (best, None)
-
-
-def _refuse_context(context: int | None, most: int | None) -> None:
-    if context is not None and most is not None and context > most:
-        raise PlanError(f"--context {context:,}: model and tokenizer take {most:,} at most.")
 
 
 def _machine_ran_out(error: Exception) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -107,25 +108,24 @@ class HeldOut:
         lengths: Lengths,
         written: WrittenMetric | None = None,
     ) -> None:
-        seq_len, batch_size = lengths.seq_len, lengths.batch_size
-        self.words_len = seq_len
-        self.window = lengths.window
+        self.lengths, self.window = lengths, lengths.window
         self.task, self.tokenizer, self.written = task_of(net), tokenizer, written
         self._row = TASKS[self.task]
         measure = self._row.measure if written is None else _of_metric(written.metric)
         assert measure is not None  # others are refused before
         self.measure: Measure[Any] = measure
         self._packs = self._row.closed is not None and written is None
-        self.seq_len, self.batch_size = seq_len, batch_size
+        self.seq_len, self.batch_size = lengths.seq_len, lengths.batch_size
         if self.window is not None:
             texts = texts.held_out_as_one(-(-lengths.tokens // 2))
-            seq_len = self.seq_len = self._beyond(texts, sequence_of(net, tokenizer, self.window))
+            longest = sequence_of(net, tokenizer, self.window)
+            self.seq_len = self._beyond(texts, self.window, longest)
             self.batch_size = 1
         held_out = [(text, False) for text in texts.choose]
         held_out += [(text, True) for text in texts.report]
         if self._packs:
             self._refuse_short(texts)
-        how = RowSettings(net, tokenizer, seq_len, judged=False)
+        how = RowSettings(net, tokenizer, self.seq_len, judged=False)
         rows = {
             (text.name, reports): self._rows(text, how) for text, reports in held_out if text.rows
         }
@@ -167,10 +167,10 @@ class HeldOut:
             word
             for text in half.texts
             for word in passage_words(
-                text.examples(), each, self.tokenizer, self.words_len, inside=True
+                text.examples(), each, self.tokenizer, self.lengths.seq_len, inside=True
             )
         ]
-        words = passage_dependent_words(net, some, self.batch_size, progress)
+        words = passage_dependent_words(net, some, self.lengths.batch_size, progress)
         return words if len(words) >= FEWEST else []
 
     def far(self, half: Half) -> list[Batch]:
@@ -178,11 +178,12 @@ class HeldOut:
         if self.window is None:
             return []
         texts = [ids for rows in half.rows.values() for ids in rows["input_ids"]]
-        batches = list[Batch]()
-        for number in range(_FAR_ROWS):
-            text = texts[number % len(texts)]
-            batches += far_batches([text], self.tokenizer, self.window, _FAR_SEED + number)
-        return batches
+        batches = (
+            batch
+            for seed in range(_FAR_SEED, _FAR_SEED + _FAR_ROWS)
+            for batch in far_batches(texts, self.tokenizer, self.window, seed)
+        )
+        return list(islice(batches, _FAR_ROWS))
 
     @torch.no_grad()
     def far_nats(self, net: PreTrainedModel, questions: Sequence[Batch]) -> float | None:
@@ -192,11 +193,13 @@ class HeldOut:
 
     def kept(self, net: PreTrainedModel, words: Sequence[Prompt]) -> float | None:
         """Return the share of such words that a model predicts; None if there are none."""
-        return float(answered(net, words, self.batch_size).hits.mean()) if words else None
+        if not words:
+            return None
+        return float(answered(net, words, self.lengths.batch_size).hits.mean())
 
     def _refuse_short(self, texts: Parts) -> None:
         for purpose, part in (("choose", texts.choose), ("report", texts.report)):
-            tokens = sum(self._tokens(text) for text in part)
+            tokens = sum(self._tokens(text, self.seq_len) for text in part)
             empty = not tokens and any(text.rows for text in part)  # refused as it is read
             if tokens < self.seq_len and not empty:
                 raise DataError(
@@ -206,32 +209,30 @@ class HeldOut:
                     "for the text that ships with headprune."
                 )
 
-    def _beyond(self, texts: Parts, most: int) -> int:
-        """Return the tokens of a sequence that shows the loss beyond the window, ``most`` at most.
+    def _beyond(self, texts: Parts, window: Window, most: int) -> int:
+        """Return the tokens of a sequence that shows the loss beyond a window, ``most`` at most.
 
         Raises:
             DataError: If the held-out text has too few.
         """
-        assert self.window is not None
-        self.seq_len = most
-        length = min(most, *(self._tokens(part[0]) for part in (texts.choose, texts.report)))
-        if length < 2 * (self.window.size + self.window.sinks):
+        length = min(most, *(self._tokens(part[0], most) for part in (texts.choose, texts.report)))
+        if length < 2 * (window.size + window.sinks):
             raise DataError(
-                f"A sixteenth of the text, {length:,} tokens, is held out to choose on, and shows "
-                f"little beyond a window of {self.window.size:,}: give some "
+                f"A sixteenth of the text, {length:,} tokens, is held out to judge on, and shows "
+                f"little beyond a window of {window.size:,}: give some "
                 f"{2 * HELD_OUT * most:,} tokens, a smaller --context, or no --data for the text "
                 "that ships with headprune."
             )
         return length
 
-    def _tokens(self, text: Documents) -> int:
+    def _tokens(self, text: Documents, needed: int) -> int:
         """Count the tokens of a text, no further than a sequence needs."""
         documents, before = text.examples().documents(), around(self.tokenizer).before
-        most, count = CHARACTERS * self.seq_len, 0
+        most, count = CHARACTERS * needed, 0
         for document in documents:
             for part in tokens_of(document, self.tokenizer, before, most=most):
                 count += len(part[0])
-                if count >= self.seq_len:
+                if count >= needed:
                     return count
         return count
 
@@ -246,7 +247,8 @@ class HeldOut:
         if self._packs:
             before, after = around(self.tokenizer)
             special = len(before) + len(after) * bool(self._row.closed)
-            how = replace(how, seq_len=min(self.seq_len, max(self._tokens(text) + special, 2)))
+            whole = self._tokens(text, self.seq_len) + special
+            how = replace(how, seq_len=min(self.seq_len, max(whole, 2)))
         return self._row.rows(how, examples)[0]
 
     def _outputs(self, net: PreTrainedModel, rows: Dataset, progress: Progress) -> Any:

@@ -41,7 +41,8 @@ def far_rows(
     """
     draw, rows, first = np.random.default_rng(seed), [], max(first, window[1])
     for number, text in enumerate(texts):
-        facts = _facts(texts[number - 1], tokenizer, draw)
+        other = texts[number - 1] if len(texts) > 1 else ()  # its own words may stand near the end
+        facts = _facts(other, tokenizer, draw)
         said = tokenizer([f"{begin} {end}.\n" for begin, end in facts], add_special_tokens=False)
         sentences, questions = said["input_ids"], [prompt_of(tokenizer, *fact) for fact in facts]
         asked = [token for question in questions for token in question.ids]

@@ -130,8 +130,7 @@ def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Win
     """
     most = most_tokens(net, tokenizer) or sys.maxsize
     context = config.context_tokens or min(CONTEXT, most)
-    if context > most:
-        raise PlanError(f"--context {context:,}: model and tokenizer take {most:,} at most.")
+    refuse_context(context, most)
     size = config.window or usual_window(context)
     if size + config.sinks >= context:
         raise PlanError(
@@ -139,6 +138,12 @@ def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Win
             f"of {context:,} tokens. Give a smaller --window or a larger --context."
         )
     return Window(size=size, sinks=config.sinks)
+
+
+def refuse_context(context: int, most: int) -> None:
+    """Raise PlanError for a context that model and tokenizer do not take."""
+    if context > most:
+        raise PlanError(f"--context {context:,}: model and tokenizer take {most:,} at most.")
 
 
 def sequence_of(

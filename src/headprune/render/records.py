@@ -37,6 +37,7 @@ from headprune.schemas.records import (
 from headprune.schemas.roles import RolesRecord
 
 _NATIVE = "Plain config: loads anywhere, without extra code."
+_LAYER_WINDOWS = "Plain config of transformers 5: loads without extra code."
 _OWN_CODE = (
     "Loads with the code of its original: AutoModel*.from_pretrained(..., trust_remote_code=True)."
 )
@@ -203,10 +204,19 @@ def load_code(manifest: Manifest, folder: str) -> Code:
     return Code(text, "python")
 
 
-def stored(shape: Shape, uneven: bool, brings_code: bool = False) -> str:
+def how_stored(manifest: Manifest) -> str:
     """Return how a result loads, in a sentence."""
+    if manifest.shape is Shape.NATIVE and manifest.brings_code:
+        return _OWN_CODE
+    if manifest.shape is Shape.NATIVE and manifest.window is not None:
+        return _LAYER_WINDOWS
+    return stored(manifest.shape, manifest.uneven)
+
+
+def stored(shape: Shape, uneven: bool) -> str:
+    """Return how a result of a shape loads, in a sentence."""
     if shape is Shape.NATIVE:
-        return _OWN_CODE if brings_code else _NATIVE
+        return _NATIVE
     why = "Uneven heads" if uneven else "Heads that the stock class has no setting for"
     return _RUNTIME.format(why=why)
 

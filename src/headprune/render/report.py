@@ -95,7 +95,7 @@ def page(runs: Sequence[ReportedRun]) -> str:
 def run_blocks(run: ReportedRun) -> list[Block]:
     """Return roles, proof, checks, evaluations and provenance of a run."""
     manifest = run.manifest
-    stored = records.stored(manifest.shape, manifest.uneven, manifest.brings_code)
+    stored = records.how_stored(manifest)
     code = records.load_code(manifest, run.path.name)
     blocks: list[Block] = [] if run.roles is None else [charts.roles_chart(run.roles)]
     blocks += [] if run.gates is None else [charts.gates_chart(run.gates)]

@@ -209,7 +209,7 @@ def written(result: Pruned, given: Given) -> list[Block]:
     from headprune.result.engines import serving
 
     manifest, output = result.manifest, result.output
-    stored = records.stored(manifest.shape, manifest.uneven, manifest.brings_code)
+    stored = records.how_stored(manifest)
     page: list[Block] = [*records.windows(manifest), *records.proof(manifest)]
     page.append(Paragraph(f"{stored} Written to {output}."))
     if measure := after_cut(result, given):

@@ -47,7 +47,7 @@ def card(folder: Path, title: str, plan: Plan, manifest: Manifest, sections: str
             before.append(Section("Converted before", list(map(Paragraph, step.done.conversion))))
     if manifest.choice is not None:
         before.append(Section("Chosen", records.chosen(manifest.choice)))
-    stored = Paragraph(records.stored(manifest.shape, manifest.uneven, manifest.brings_code))
+    stored = Paragraph(records.how_stored(manifest))
     before.append(Section("Load it", [records.load_code(manifest, title), stored]))
     before += [Section("Serve it", served)] * bool(served)
     drawn = records.heads_drawn(plan, manifest.layout)

@@ -347,8 +347,8 @@ def _left_alone(
         result = read_model(folder, allowed=Allowed(trust_remote_code))
         result.packed = original.packed
         plan, stored = read_plan(folder / "plan.json", {}), result.tensors
-        dtypes = stored_dtypes(original.any_net, stored)
-        dtypes = original.result_dtypes() if original.packed else dtypes
+        packed, base = original.packed, original.any_net
+        dtypes = original.result_dtypes() if packed else stored_dtypes(base, stored)
         net, pieces = cut_again(original, plan, dtypes)
         source = source_folder(against)
         left_alone.refuse_other_settings(source, original.config, net.config, folder)
