@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import headprune
 from headprune.config import ExportConfig
@@ -15,6 +16,7 @@ from headprune.formats.export import FORMATS
 from headprune.formats.gguf_tokenizer import RULES, recognised
 from headprune.formats.source import open_source
 from headprune.surgery.cut import cut_heads, resolve
+from headprune.surgery.layer_windows import with_windows
 from tests import gguf_words, tiny
 from tests.cutting import ragged_plan, uneven_plan
 
@@ -28,6 +30,12 @@ CUTS = {
     "first-layer-empty": lambda model: uneven_plan(model, 0),
     "ragged": ragged_plan,
 }
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    **{"original_max_position_embeddings": 64, "rope_theta": 10_000.0},
+}
+
+WINDOWED = ["sliding_attention", "full_attention"] * 2
 
 
 def saved(model, cut, folder, rule="GPT-2"):
@@ -74,6 +82,42 @@ def test_the_engine_computes_as_torch_does(case, cut, tmp_path):
         reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
         arch = reader.get_field("general.architecture").contents()
         assert arch == ("openelm" if cut in ("uneven", "first-layer-empty") else "qwen3")
+
+
+def windowed(case, folder, **config):
+    """A model whose second and fourth layer see 8 tokens."""
+    tiny_model(case, "whole", folder, **config)
+    plain = with_windows(AutoConfig.from_pretrained(folder), {1, 3}, 8)
+    plain.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[plain.model_type]]
+    plain.save_pretrained(folder)
+    return folder
+
+
+@engine
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        ("llama-mha", {"attention_bias": False}),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("llama-mha", {"attention_bias": False, "rope_parameters": LLAMA3}),
+    ],
+)
+def test_the_engine_computes_windows_of_layers(case, config, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    done = headprune.export(windowed(case, tmp_path / "m", **config), out, to="gguf")
+    proof = done.record.proof
+    assert proof.how == "engine" and proof.difference < 1e-3
+    assert proof.details["greedy tokens equal"] == 64
+    assert "sink logit per head" in done.record.changes[0]
+    fields = gguf.GGUFReader(out / "model.gguf").get_field
+    assert fields("granite_swa.attention.sliding_window_pattern").contents() == [
+        *(False, True, False, True)
+    ]
+    monkeypatch.setattr(file, "windowed_layers", lambda config: [True, False] * 2)
+    with pytest.raises(ProofError, match="compute something else"):
+        headprune.export(tmp_path / "m", tmp_path / "wrong", to="gguf")
 
 
 @engine
@@ -168,11 +212,7 @@ def test_a_tensor_is_permuted_by_the_heads_of_its_layer():
 
 
 def test_llama_3_scales_frequencies_as_transformers_does(tmp_path):
-    rope = {
-        **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        **{"original_max_position_embeddings": 64, "rope_theta": 10_000.0},
-    }
-    folder = tiny_model("llama-gqa", "uneven", tmp_path / "m", rope_parameters=rope)
+    folder = tiny_model("llama-gqa", "uneven", tmp_path / "m", rope_parameters=LLAMA3)
     source = open_source(folder)
     factors = file.rope_factors(source)
     scaled = source.load().model.rotary_emb.inv_freq
@@ -237,7 +277,8 @@ def test_a_tokenizer_that_is_unknown_or_of_a_larger_model_is_refused(tmp_path):
     ("case", "cut", "config", "message"),
     [
         ("bert-mlm", "whole", {}, "its model_type is bert, and GGUF is written of llama"),
-        ("mistral", "whole", {"sliding_window": 8}, "sliding window"),
+        ("mistral", "uneven", {"sliding_window": 8}, "equal heads in all"),
+        ("smollm3", "whole", {"layer_types": WINDOWED}, "of llama, mistral, ministral, qwen2"),
         ("llama-gqa", "whole", {"hidden_act": "gelu"}, "activation gelu"),
         ("qwen3", "whole", {}, "has biases"),
         (

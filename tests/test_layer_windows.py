@@ -112,7 +112,7 @@ def folder(tmp_path_factory):
 
 def test_convert_swa_for_an_engine(folder):
     out, manifest = folder / "out", json.loads((folder / "out" / "headprune.json").read_text())
-    assert manifest["shape"] == "native" and manifest["engines"] == ["vLLM"]
+    assert manifest["shape"] == "native" and manifest["engines"] == ["llama.cpp", "vLLM"]
     assert manifest["window"] == {"size": 16, "sinks": 0}
     assert "vllm serve out --model-impl transformers" in (out / "README.md").read_text()
     assert headprune.verify(out, against=folder / "m").passed
@@ -128,7 +128,7 @@ def test_convert_swa_for_an_engine(folder):
     [
         ({"targets": "vllm", "level": "head"}, "leave out --level, --sinks"),
         ({"targets": "anywhere", "sinks": 4}, "leave out --level, --sinks"),
-        ({"targets": "llama.cpp"}, "--for llama.cpp: it holds no windows of layers"),
+        ({"targets": "onnx"}, "--for onnx: it holds no windows of layers"),
         ({"targets": "anywhere", "window": 1}, "no window of 1 token"),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from headprune.config import ExportConfig, ExportDtype, ExportProofBy
 from headprune.formats.checkpoint import OnStep, write_facts
@@ -10,15 +13,25 @@ from headprune.formats.format import ExportProof, Format
 from headprune.formats.gguf_tokenizer import has_tokenizer
 from headprune.formats.regularise import regularise
 from headprune.formats.source import ExportSource
+from headprune.io.shards import Piece
 from headprune.packages import missing
-from headprune.planning.targets import ARCHES, llama_cpp_refusal, uneven_refusal
+from headprune.planning.targets import (
+    ARCHES,
+    WINDOWED_ARCH,
+    llama_cpp_refusal,
+    uneven_refusal,
+    windowed_layers,
+)
 
 FILE = "model.gguf"
 _ENGINE = "xllamacpp"
+_NO_SINK = -1e4  # a logit whose exponential is 0
 
 
 def arch_of(source: ExportSource) -> str:
     """Return the architecture of llama.cpp for a prepared, accepted model."""
+    if any(windowed_layers(source.config)):
+        return WINDOWED_ARCH
     even, uneven = ARCHES[source.config.model_type]
     return even if _odd_layer(source) is None else str(uneven)
 
@@ -35,7 +48,7 @@ def _odd_layer(source: ExportSource) -> int | None:
 
 
 def prepared(source: ExportSource) -> tuple[ExportSource, tuple[str, ...]]:
-    """Return the model with the zero heads that its architecture needs, and their record."""
+    """Return the model with additions that its architecture needs, and their record."""
 
     def may_be_empty(layer: int) -> bool:
         # deci takes its sizes from layer 0, and skips an output bias where there are no heads
@@ -43,7 +56,14 @@ def prepared(source: ExportSource) -> tuple[ExportSource, tuple[str, ...]]:
         deci = ARCHES[source.config.model_type][1] == "deci"
         return deci and layer > 0 and (bias is None or not bias.read().any())
 
-    return regularise(source, may_be_empty)
+    if not any(windowed_layers(source.config)):
+        return regularise(source, may_be_empty)
+    sinks = {
+        name: Piece.of(name, torch.full((a.query_heads,), _NO_SINK))
+        for name, a in ((f"{a.path}.sinks.weight", a) for a in source.attentions)
+    }
+    added = f"{WINDOWED_ARCH} has a sink logit per head: {_NO_SINK:,.0f} each, of no weight."
+    return replace(source, weights=source.weights | sinks), (added,)
 
 
 def _refusal(source: ExportSource, config: ExportConfig) -> str | None:

@@ -26,7 +26,7 @@ from headprune.formats.format import ExportProof
 from headprune.formats.gguf_tokenizer import add_tokenizer
 from headprune.formats.source import ExportSource
 from headprune.model.stored import commonest_dtype, stored_tensors
-from headprune.planning.targets import rope
+from headprune.planning.targets import WINDOWED_ARCH, rope, windowed_layers
 
 _TYPES = {
     "float32": Type.F32,
@@ -38,8 +38,10 @@ _TYPES = {
 _TORCH = {Type.F32: torch.float32, Type.F16: torch.float16, Type.BF16: torch.bfloat16}
 _ROPE_FACTORS = "rope_freqs.weight"
 # architectures whose rotary embedding turns neighbouring numbers, and not the halves of a head
-_TURNS_NEIGHBOURS = {"llama", "deci", "smollm3"}
+_TURNS_NEIGHBOURS = {"llama", "deci", "smollm3", WINDOWED_ARCH}
 _STACKS_QKV = {"openelm"}
+# unknown to gguf 0.19; another architecture with the same names of tensors
+_NAMED_LIKE = {WINDOWED_ARCH: "mimo2"}
 
 Part = tuple[str, int]
 """A tensor of the model, and the number of heads by which its rows are reordered; 0 for none."""
@@ -74,6 +76,8 @@ def write(
     writer.add_file_type(gguf.LlamaFileType[file_type])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _add_keys(writer, source)
+    if arch == WINDOWED_ARCH:
+        _add_windows(writer, source)
     add_tokenizer(writer, source, like)
     tensors, factors = _tensors(source, arch), rope_factors(source)
     if factors is not None:
@@ -151,7 +155,8 @@ def _refuse_lost_head(source: ExportSource, stored: Collection[str]) -> None:
 
 def _tensors(source: ExportSource, arch: str) -> dict[str, list[Part]]:
     """Return the parts of every tensor of the file, stacked by rows."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], len(source.attentions))
+    named = gguf.MODEL_ARCH[_NAMED_LIKE.get(arch, arch).upper()]
+    names = gguf.get_tensor_name_map(named, len(source.attentions))
     tensors: dict[str, list[Part]] = {}
     for name in source.weights:
         heads, known_as = 0, name
@@ -174,7 +179,7 @@ def _tensors(source: ExportSource, arch: str) -> dict[str, list[Part]]:
 
 
 def _shape(source: ExportSource, parts: list[Part]) -> tuple[int, ...]:
-    shapes = [source.shapes[name] for name, _ in parts]
+    shapes = [source.weights[name].shape for name, _ in parts]
     return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
@@ -247,6 +252,13 @@ def _add_keys(writer: gguf.GGUFWriter, source: ExportSource) -> None:
     if turned["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(float(turned["factor"]))
+
+
+def _add_windows(writer: gguf.GGUFWriter, source: ExportSource) -> None:
+    writer.add_sliding_window(source.config.sliding_window)
+    writer.add_sliding_window_pattern(windowed_layers(source.config))
+    writer.add_attention_scale(source.attentions[0].head_dim ** -0.5)
+    writer.add_logit_scale(1.0)
 
 
 def rope_factors(source: ExportSource) -> Float[Tensor, " pairs"] | None:

@@ -22,9 +22,11 @@ from headprune.formats.gguf_file import as_stored
 from headprune.formats.llama_cpp_process import Step
 from headprune.formats.source import ExportSource
 from headprune.model.loading import load_tokenizer
+from headprune.planning.targets import windowed_layers
 from headprune.schemas.proofs import PROBE_SEED
 
 _PROMPT, _STEPS, _PROMPTS = 24, 64, 16
+_CONTEXT = 512  # tokens, at least
 TOLERANCE = 2e-3  # of log-probabilities, in float32
 # times that rounding states moves torch; kernels round at other ties: 0.7 to 1.0 times on
 # SmolLM2-135M, whole and cut, in q8_0, bfloat16 and float16
@@ -54,8 +56,10 @@ def prove(source: ExportSource, file: Path, kind: Type, same_tokenizer: bool) ->
     """
     generator = torch.Generator().manual_seed(PROBE_SEED)
     vocabulary = source.shapes["model.embed_tokens.weight"][0]
-    length = min(_PROMPT, source.config.max_position_embeddings // 2)
-    steps = min(_STEPS, source.config.max_position_embeddings - length)
+    positions = source.config.max_position_embeddings
+    window = source.config.sliding_window if any(windowed_layers(source.config)) else 0
+    length = min(_PROMPT + window, max(positions // 2, positions - _STEPS))
+    steps = min(_STEPS, positions - length)
     shape = (_PROMPTS, length)
     prompts = torch.randint(0, vocabulary, shape, generator=generator).tolist()
     answers = _generated(source, file, prompts, steps, same_tokenizer)
@@ -98,6 +102,7 @@ def _generated(
     question = {
         **{"file": str(file), "threads": torch.get_num_threads()},
         **{"texts": texts, "prompts": prompts, "steps": steps},
+        "context": max(_CONTEXT, len(prompts[0]) + steps),
     }
     try:
         done = subprocess.run(

@@ -10,7 +10,6 @@ import json
 import sys
 from typing import Any
 
-_CONTEXT = 512  # tokens; more than any prompt with its steps
 _SHOWN = 20  # most probable tokens of a step
 
 Step = list[Any]
@@ -18,7 +17,12 @@ Step = list[Any]
 
 
 def generate(
-    file: str, threads: int, texts: list[str | list[int]], prompts: list[list[int]], steps: int
+    file: str,
+    threads: int,
+    texts: list[str | list[int]],
+    prompts: list[list[int]],
+    steps: int,
+    context: int,
 ) -> dict[str, list[list[Step]]]:
     """Generate greedily, with states and cache in float32.
 
@@ -28,6 +32,7 @@ def generate(
         texts: Texts or token ids to generate one token after.
         prompts: Token ids to generate from.
         steps: Tokens for all prompts together.
+        context: Tokens of any prompt with its steps, at most.
 
     Returns:
         The steps after every text, and after every prompt.
@@ -36,7 +41,7 @@ def generate(
 
     params = xllamacpp.CommonParams()
     params.model.path = file
-    params.n_ctx, params.n_parallel = _CONTEXT, 1
+    params.n_ctx, params.n_parallel = context, 1
     params.n_gpu_layers, params.warmup = 0, False
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.no_extra_bufts = True

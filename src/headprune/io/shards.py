@@ -108,6 +108,11 @@ class Piece:
         dtype = SAFETENSORS[source.dtype]
         return cls(name, name, source, None, dtype, dtype)
 
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Piece:
+        """Return a tensor that no file has."""
+        return cls(name, None, tensor, None, tensor.dtype, tensor.dtype)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Its shape."""

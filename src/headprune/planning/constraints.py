@@ -81,6 +81,7 @@ class Constraints:
         """
         for target in self.targets:
             why = no_layer_windows(self.net.config, size)
+            why = TARGETS[target].limits(self.net).get(LAYER_WINDOWS, why)
             if TARGETS[target].cells[LAYER_WINDOWS] == NO:
                 why = f"it holds no {LAYER_WINDOWS}."
             if why is not None:

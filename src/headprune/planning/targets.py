@@ -31,8 +31,12 @@ ARCHES: dict[str, tuple[str, str | None]] = {
     "qwen2": ("qwen2", "deci"),
     "qwen3": ("qwen3", "openelm"),
     "smollm3": ("smollm3", None),
+    "ministral": ("llama", "deci"),
 }
 """llama.cpp's architectures by model type: for plain configs, and for counts per layer."""
+WINDOWED_ARCH = "granite_swa"
+"""llama.cpp's one architecture that windows any layers: Llama's, with a sink logit per head."""
+_WINDOWED = ("llama", "mistral", "ministral", "qwen2")
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,8 @@ def llama_cpp_refusal(net: PreTrainedModel) -> str | None:
     kind = config.model_type
     if kind not in ARCHES:
         return f"its model_type is {kind}, and GGUF is written of {', '.join(ARCHES)}."
-    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-    if windows or (kind == "mistral" and config.sliding_window is not None):
-        return "its attention has a sliding window, and this architecture has none."
+    if any(windowed_layers(config)) and (reason := windows_refusal(config)) is not None:
+        return reason
     if config.hidden_act != "silu":
         return f"its MLP has the activation {config.hidden_act}, and llama.cpp computes silu there."
     scaled = rope(config)
@@ -119,9 +122,27 @@ def llama_cpp_refusal(net: PreTrainedModel) -> str | None:
     return generates_none(net)
 
 
+def windowed_layers(config: PreTrainedConfig) -> list[bool]:
+    """Return for every layer whether it has a window."""
+    count = config.num_hidden_layers
+    if config.model_type == "mistral":
+        return [config.sliding_window is not None] * count
+    types = getattr(config, "layer_types", None) or [None] * count
+    return [kind == "sliding_attention" for kind in types]
+
+
+def windows_refusal(config: PreTrainedConfig) -> str | None:
+    """Return why llama.cpp holds no windows of whole layers of a model; None if it does."""
+    if config.model_type in _WINDOWED:
+        return None
+    return f"llama.cpp has windows in chosen layers of {', '.join(_WINDOWED)} alone."
+
+
 def uneven_refusal(config: PreTrainedConfig) -> str | None:
     """Return why llama.cpp holds no counts per layer of a model; None if it does."""
     kind = config.model_type
+    if any(windowed_layers(config)):
+        return f"{WINDOWED_ARCH}, which has the windows of its layers, has equal heads in all."
     if ARCHES[kind][1] is None:
         return f"llama.cpp has no {kind} with counts per layer."
     if kind == "qwen3" and not config.tie_word_embeddings:
@@ -142,20 +163,24 @@ def _where(reason: str | None, *shapes: str) -> dict[str, str]:
 
 
 _ALL = {**dict.fromkeys(SHAPES, "yes"), LAYER_WINDOWS: NO, HEAD_WINDOWS: NO}
+_WINDOWS = {LAYER_WINDOWS: "yes"}
 TARGETS: dict[Target, EngineShapes] = {
     Target.LLAMA_CPP: EngineShapes(
         "llama.cpp (`export --to gguf`)",
         "xllamacpp 2026.10.11549",
-        {**_ALL, RAGGED: "zero query heads", EMPTY: "yes; a zero head in layer 0"},
+        {**_ALL, **_WINDOWS, RAGGED: "zero query heads", EMPTY: "yes; a zero head in layer 0"},
         llama_cpp_refusal,
-        lambda net: _where(uneven_refusal(net.config), KV_COUNTS, QUERY_COUNTS, EMPTY),
+        lambda net: {
+            **_where(uneven_refusal(net.config), KV_COUNTS, QUERY_COUNTS, EMPTY),
+            **_where(no_layer_windows(net.config) or windows_refusal(net.config), LAYER_WINDOWS),
+        },
         "first",
     ),
     Target.VLLM: EngineShapes(
         "vLLM, transformers backend",
         "0.32.0, CPU",
         {
-            **{**_ALL, LAYER_WINDOWS: "yes"},
+            **{**_ALL, **_WINDOWS},
             **{RAGGED: "`export --to vllm`", EMPTY: "`export --to vllm`; a zero head"},
         },
         vllm_refusal,
@@ -174,7 +199,7 @@ TARGETS: dict[Target, EngineShapes] = {
     Target.ANYWHERE: EngineShapes(
         "anything else that loads the original",
         "transformers 5.23.0",
-        {**dict.fromkeys(SHAPES, NO), EVEN: "yes", LAYER_WINDOWS: "yes"},
+        {**dict.fromkeys(SHAPES, NO), **_WINDOWS, EVEN: "yes"},
         lambda net: None,
         lambda net: _where(no_layer_windows(net.config), LAYER_WINDOWS),
     ),
