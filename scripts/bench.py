@@ -46,7 +46,9 @@ from headprune.data.sequences import all_windows
 from headprune.evaluation import speed as speeds
 from headprune.evaluation.metrics import Samples, interval_of
 from headprune.evaluation.probes import last_words
+from headprune.evidence.losses import example_losses
 from headprune.evidence.statistics import Need, collect
+from headprune.evidence.windows import far_batches, slopes
 from headprune.formats import onnx, openvino
 from headprune.formats.run import MODEL, LoadedGraph, open_graphs, run_by_engine
 from headprune.formats.source import built
@@ -66,6 +68,7 @@ from headprune.model.units import default_unit
 from headprune.regression.limits import parse_limit
 from headprune.regression.verdicts import Verdict, judge, number_of
 from headprune.schemas.plan import AttentionPlan, Plan
+from headprune.schemas.records import Window
 from headprune.tensors.units import Unit
 from protocol import CONFIGS, LONG, Bench, ProtocolError, Result, Results, read_config
 
@@ -509,17 +512,42 @@ def cache(
         )
 
 
-# ---- windows.md: memory and decoding in a long context
+# ---- windows.md: scores, memory and decoding in a long context
+
+
+@app.command()
+def window_score(model: Path, data: Path, window: int = 256, rows: int = 4, pairs: int = 3) -> None:
+    """Time scores of windows over a plain forward and backward pass over the same tokens."""
+    net, edge = from_pretrained(model, dtype="float32"), (window, 4)
+    ids = windows_of(model, data, 4 * window, rows)
+    near = [{"input_ids": row[None], "labels": row[None], "use_cache": False} for row in ids]
+    known = Window(size=window, sinks=4)
+    far = far_batches(ids.tolist(), load_tokenizer(model), known, 0)
+    both: list[Batch] = [*near, *far]
+
+    def scored() -> None:
+        list(slopes(net, attention_of(net), both, edge))
+
+    def plain() -> None:
+        net.requires_grad_(False)
+        net.get_input_embeddings().requires_grad_(True)  # so that all layers pass a gradient
+        for batch in both:
+            example_losses(net, "causal-lm", batch).sum().backward()
+
+    count = f"{sum(batch['input_ids'].numel() for batch in both):,}"
+    print(table([{"tokens": count, "times a plain pass": ratio(plain, scored, pairs)}]))
+
 
 
 @torch.no_grad()
 def filled(folder: Path, context: int, batch: int) -> tuple[PreTrainedModel, Any]:
-    """Return a model and its cache after a prompt, which it read in chunks."""
+    """Return a model and its cache after a prompt, read once, in chunks, for a whole batch."""
     net = from_pretrained(folder, dtype="float32")
-    ids = torch.randint(0, net.config.vocab_size, (batch, context))
+    ids = torch.randint(0, net.config.vocab_size, (1, context))
     kept = DynamicCache(config=net.config)
     for chunk in ids.split(LONG // 2, 1):
         net(input_ids=chunk, past_key_values=kept, use_cache=True, logits_to_keep=1)
+    kept.batch_repeat_interleave(batch)
     return net, kept
 
 

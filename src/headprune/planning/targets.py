@@ -44,7 +44,8 @@ class EngineShapes:
     """An engine that runs results.
 
     Attributes:
-        name: The engine, and the way into it.
+        name: The engine.
+        way: The way into it.
         tested: The version that ran the cells.
         cells: Per shape: "yes", "no", or the name of its substitute.
         refusal: Return why the engine takes no result of a model, as the end of a sentence.
@@ -53,6 +54,7 @@ class EngineShapes:
     """
 
     name: str
+    way: str
     tested: str
     cells: Mapping[str, str]
     refusal: Callable[[PreTrainedModel], str | None]
@@ -166,8 +168,9 @@ _ALL = {**dict.fromkeys(SHAPES, "yes"), LAYER_WINDOWS: NO, HEAD_WINDOWS: NO}
 _WINDOWS = {LAYER_WINDOWS: "yes"}
 TARGETS: dict[Target, EngineShapes] = {
     Target.LLAMA_CPP: EngineShapes(
-        "llama.cpp (`export --to gguf`)",
-        "xllamacpp 2026.10.11549",
+        "llama.cpp",
+        "`export --to gguf`",
+        "xllamacpp 2026.10",
         {**_ALL, **_WINDOWS, RAGGED: "zero query heads", EMPTY: "yes; a zero head in layer 0"},
         llama_cpp_refusal,
         lambda net: {
@@ -177,7 +180,8 @@ TARGETS: dict[Target, EngineShapes] = {
         "first",
     ),
     Target.VLLM: EngineShapes(
-        "vLLM, transformers backend",
+        "vLLM",
+        "transformers backend",
         "0.32.0, CPU",
         {
             **{**_ALL, **_WINDOWS},
@@ -191,13 +195,14 @@ TARGETS: dict[Target, EngineShapes] = {
         "every",
     ),
     Target.ONNX: EngineShapes(
-        "ONNX Runtime (`export --to onnx`)", "onnxruntime 1.32.0", _ALL, graph_refusal
+        "ONNX Runtime", "`export --to onnx`", "1.32.0", _ALL, graph_refusal
     ),
     Target.OPENVINO: EngineShapes(
-        "OpenVINO (`export --to openvino`)", "2026.4.1, CPU", _ALL, graph_refusal
+        "OpenVINO", "`export --to openvino`", "2026.4.1, CPU", _ALL, graph_refusal
     ),
     Target.ANYWHERE: EngineShapes(
-        "anything else that loads the original",
+        "others",
+        "as the original",
         "transformers 5.23.0",
         {**dict.fromkeys(SHAPES, NO), **_WINDOWS, EVEN: "yes"},
         lambda net: None,
