@@ -13,7 +13,7 @@ MAKE_VENV := $(PYTHON) -c '$(RECENT)' 'constraints.txt needs Python 3.11 or newe
 # processes that share the suite
 WORKERS ?= 2
 
-.PHONY: campaign campaign-short coverage demo docs quick test test-all test-engines self-check test-real test-real-short test-lowest load-matrix lint format clean pictures
+.PHONY: campaign campaign-short coverage demo docs quick test test-all test-engines self-check test-real test-real-short test-lowest load-matrix lint format clean package pictures
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || { $(MAKE_VENV) $(VENV); }
@@ -40,6 +40,13 @@ docs:
 	test -x $(DOCS_VENV)/bin/python || { $(MAKE_VENV) $(DOCS_VENV); }
 	$(DOCS_VENV)/bin/python $(INSTALL) --constraint constraints.txt --editable '.[docs]'
 	HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --strict
+
+## package: the wheel and the source archive, in dist/, as a package index takes them
+package: $(STAMP)
+	$(BIN)/python $(INSTALL) --constraint constraints.txt build twine
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 ## quick: what breaks first, in a few seconds; files without such a test are not even read
 quick: $(STAMP)
@@ -123,4 +130,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-demo .venv-docs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage*
+	rm -rf $(VENV) dist .venv-lowest .venv-demo .venv-docs site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .coverage*
