@@ -538,7 +538,6 @@ def window_score(model: Path, data: Path, window: int = 256, rows: int = 4, pair
     print(table([{"tokens": count, "times a plain pass": ratio(plain, scored, pairs)}]))
 
 
-
 @torch.no_grad()
 def filled(folder: Path, context: int, batch: int) -> tuple[PreTrainedModel, Any]:
     """Return a model and its cache after a prompt, read once, in chunks, for a whole batch."""

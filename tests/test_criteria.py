@@ -187,7 +187,7 @@ def test_of_a_duplicated_pair_one_may_go_and_not_both(text, tmp_path):
 @pytest.mark.parametrize("case", tiny.present("llama-gqa", "bert-mlm"))
 def test_scores_do_not_depend_on_the_batch_size(case, text, tmp_path):
     tiny.save(tiny.model(case, torch.float64), tmp_path / "model")
-    names = SEE_ZEROS[:6]
+    names = [name for name in SEE_ZEROS if name != "magnitude"]
     one, many = (
         score(
             tmp_path / "model",

@@ -186,7 +186,9 @@ def apply(diff, file):
     before = "".join(f"{line[1:]}\n" for line in lines if line.startswith(" "))
     after = "".join(f"{line[1:]}\n" for line in lines)
     text = file.read_text()
-    assert text.count(before) == 1 and before != after, (file, before)
+    assert text.count(before) == 1 and before != after, (
+        f"{file} has these lines elsewhere: {before}"
+    )
     file.write_text(text.replace(before, after))
 
 

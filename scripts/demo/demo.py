@@ -157,9 +157,9 @@ def headprune(job: Job, *arguments: object) -> None:
 
 def fast_dtype() -> str:
     """Return bfloat16, as model hubs have it, or float32 where the machine would emulate that."""
-    import torch
+    from headprune.devices import emulates
 
-    return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    return "float32" if emulates("bfloat16") else "bfloat16"
 
 
 def measured(model: Path) -> tuple[float, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -164,7 +163,7 @@ class _Compression:
         _refuse_unfit(task, list(data.values()), config.metric)
         limit = most_tokens(net, self.model.tokenizer)
         most = limit or config.seq_len
-        refuse_context(config.context_tokens or 0, limit or sys.maxsize)
+        refuse_context(config.context_tokens, limit)
         read = min(config.seq_len, most)
         self.judged = min(read, _JUDGED)
         if TASKS[task].closed is not None:

@@ -3,7 +3,8 @@
     ... The access code of the museum is 48213. ... The owner of the bakery is called Clara Keller.
     ... [more text than a window] The access code of the museum is -> 48213
 
-A number, a name and a few words of the text are said once each, early; the labels are the answers.
+A number, a name and a few words of another text are said once each, early; the labels are the
+answers.
 DuoAttention (Xiao et al. 2024, arXiv 2410.10819) chooses heads by passkeys in this way.
 """
 
@@ -63,12 +64,12 @@ def far_rows(
 
 
 def _facts(text: Sequence[int], tokenizer: Any, draw: np.random.Generator) -> list[tuple[str, str]]:
-    """Return the beginnings and ends of three sentences, one with words of a text."""
+    """Return the beginnings and ends of sentences: a number, a name, and words of a text."""
     places, at = draw.permutation(_PLACES), int(draw.integers(max(1, len(text) - _WORDS)))
     words = " ".join(tokenizer.decode(text[at : at + _WORDS], skip_special_tokens=True).split())
     name = f"{draw.choice(_FIRST)} {draw.choice(_LAST)}"
     return [
         (f"\nThe access code of the {places[0]} is", str(draw.integers(10_000, 100_000))),
         (f"\nThe owner of the {places[1]} is called", name),
-        (f"\nThe sign at the {places[2]} says:", words or name),
+        *([(f"\nThe sign at the {places[2]} says:", words)] if words else []),
     ]

@@ -128,9 +128,9 @@ def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Win
     Raises:
         PlanError: If it is no smaller than the context, or the model takes a shorter one.
     """
-    most = most_tokens(net, tokenizer) or sys.maxsize
-    context = config.context_tokens or min(CONTEXT, most)
-    refuse_context(context, most)
+    most = most_tokens(net, tokenizer)
+    refuse_context(config.context_tokens, most)
+    context = config.context_tokens or min(CONTEXT, most or CONTEXT)
     size = config.window or usual_window(context)
     if size + config.sinks >= context:
         raise PlanError(
@@ -140,9 +140,9 @@ def window_of(net: PreTrainedModel, tokenizer: Any, config: WindowConfig) -> Win
     return Window(size=size, sinks=config.sinks)
 
 
-def refuse_context(context: int, most: int) -> None:
+def refuse_context(context: int | None, most: int | None) -> None:
     """Raise PlanError for a context that model and tokenizer do not take."""
-    if context > most:
+    if context is not None and most is not None and context > most:
         raise PlanError(f"--context {context:,}: model and tokenizer take {most:,} at most.")
 
 

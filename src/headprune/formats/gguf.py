@@ -107,6 +107,8 @@ def _prove(source: ExportSource, folder: Path, config: ExportConfig) -> ExportPr
         why_not = "llama.cpp runs no file without a tokenizer"
     elif missing(_ENGINE):
         why_not = f"{_ENGINE} is not installed"
+    elif arch_of(model) == WINDOWED_ARCH and model.config.sliding_window > llama_cpp.MOST:
+        why_not = f"a window of {model.config.sliding_window:,} tokens takes too long to fill"
     if why_not or not read_back.passed:
         return read_back.model_copy(update={"why_not": why_not})
     return llama_cpp.prove(model, folder / FILE, kind, same_tokenizer=config.like is None)

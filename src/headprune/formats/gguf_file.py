@@ -40,7 +40,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 # architectures whose rotary embedding turns neighbouring numbers, and not the halves of a head
 _TURNS_NEIGHBOURS = {"llama", "deci", "smollm3", WINDOWED_ARCH}
 _STACKS_QKV = {"openelm"}
-# unknown to gguf 0.19; another architecture with the same names of tensors
+# another architecture with the same names of tensors, until gguf knows it (0.19 does not)
 _NAMED_LIKE = {WINDOWED_ARCH: "mimo2"}
 
 Part = tuple[str, int]

@@ -27,6 +27,7 @@ from headprune.schemas.proofs import PROBE_SEED
 
 _PROMPT, _STEPS, _PROMPTS = 24, 64, 16
 _CONTEXT = 512  # tokens, at least
+MOST = 8_192  # tokens of a window that a prompt fills
 TOLERANCE = 2e-3  # of log-probabilities, in float32
 # times that rounding states moves torch; kernels round at other ties: 0.7 to 1.0 times on
 # SmolLM2-135M, whole and cut, in q8_0, bfloat16 and float16
@@ -152,8 +153,9 @@ def _by_torch(
         if not answer:
             continue
         chosen = [step[0][0] for step in answer]
-        logits = net(torch.tensor([prompt + chosen]), use_cache=False).logits[0]
-        rows = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
+        ids, count = torch.tensor([prompt + chosen]), len(chosen) + 1
+        logits = net(ids, use_cache=False, logits_to_keep=count).logits[0]
+        rows = logits[:-1].double().log_softmax(-1)
         for row, step in zip(rows, answer, strict=True):
             probable += [row[token] for token, _ in step]
             behind.append(row.max() - row[step[0][0]])

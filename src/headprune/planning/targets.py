@@ -108,8 +108,14 @@ def llama_cpp_refusal(net: PreTrainedModel) -> str | None:
     kind = config.model_type
     if kind not in ARCHES:
         return f"its model_type is {kind}, and GGUF is written of {', '.join(ARCHES)}."
-    if any(windowed_layers(config)) and (reason := windows_refusal(config)) is not None:
-        return reason
+    if kind != "mistral" and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        if kind == "llama":
+            return (
+                "its layer_types name windows, which Llama's class ignores: write "
+                '"model_type": "ministral" for windows, or leave layer_types out.'
+            )
+        if (reason := no_layer_windows(config) or windows_refusal(config)) is not None:
+            return reason
     if config.hidden_act != "silu":
         return f"its MLP has the activation {config.hidden_act}, and llama.cpp computes silu there."
     scaled = rope(config)
@@ -127,7 +133,7 @@ def llama_cpp_refusal(net: PreTrainedModel) -> str | None:
 def windowed_layers(config: PreTrainedConfig) -> list[bool]:
     """Return for every layer whether it has a window."""
     count = config.num_hidden_layers
-    if config.model_type == "mistral":
+    if config.model_type == "mistral":  # all of them, whatever layer_types say
         return [config.sliding_window is not None] * count
     types = getattr(config, "layer_types", None) or [None] * count
     return [kind == "sliding_attention" for kind in types]
@@ -137,7 +143,10 @@ def windows_refusal(config: PreTrainedConfig) -> str | None:
     """Return why llama.cpp holds no windows of whole layers of a model; None if it does."""
     if config.model_type in _WINDOWED:
         return None
-    return f"llama.cpp has windows in chosen layers of {', '.join(_WINDOWED)} alone."
+    return (
+        f"llama.cpp has windows in chosen layers of {', '.join(_WINDOWED)}, and this is a "
+        f"{config.model_type}: vLLM takes them."
+    )
 
 
 def uneven_refusal(config: PreTrainedConfig) -> str | None:
@@ -165,13 +174,15 @@ def _where(reason: str | None, *shapes: str) -> dict[str, str]:
 
 
 _ALL = {**dict.fromkeys(SHAPES, "yes"), LAYER_WINDOWS: NO, HEAD_WINDOWS: NO}
-_WINDOWS = {LAYER_WINDOWS: "yes"}
 TARGETS: dict[Target, EngineShapes] = {
     Target.LLAMA_CPP: EngineShapes(
         "llama.cpp",
         "`export --to gguf`",
         "xllamacpp 2026.10",
-        {**_ALL, **_WINDOWS, RAGGED: "zero query heads", EMPTY: "yes; a zero head in layer 0"},
+        {
+            **{**_ALL, LAYER_WINDOWS: "yes: Llama, Mistral, Qwen2"},
+            **{RAGGED: "zero query heads", EMPTY: "yes; a zero head in layer 0"},
+        },
         llama_cpp_refusal,
         lambda net: {
             **_where(uneven_refusal(net.config), KV_COUNTS, QUERY_COUNTS, EMPTY),
@@ -184,7 +195,7 @@ TARGETS: dict[Target, EngineShapes] = {
         "transformers backend",
         "0.32.0, CPU",
         {
-            **{**_ALL, **_WINDOWS},
+            **{**_ALL, LAYER_WINDOWS: "yes"},
             **{RAGGED: "`export --to vllm`", EMPTY: "`export --to vllm`; a zero head"},
         },
         vllm_refusal,
@@ -194,9 +205,7 @@ TARGETS: dict[Target, EngineShapes] = {
         },
         "every",
     ),
-    Target.ONNX: EngineShapes(
-        "ONNX Runtime", "`export --to onnx`", "1.32.0", _ALL, graph_refusal
-    ),
+    Target.ONNX: EngineShapes("ONNX Runtime", "`export --to onnx`", "1.32.0", _ALL, graph_refusal),
     Target.OPENVINO: EngineShapes(
         "OpenVINO", "`export --to openvino`", "2026.4.1, CPU", _ALL, graph_refusal
     ),
@@ -204,7 +213,7 @@ TARGETS: dict[Target, EngineShapes] = {
         "others",
         "as the original",
         "transformers 5.23.0",
-        {**dict.fromkeys(SHAPES, NO), **_WINDOWS, EVEN: "yes"},
+        {**dict.fromkeys(SHAPES, NO), EVEN: "yes", LAYER_WINDOWS: "yes"},
         lambda net: None,
         lambda net: _where(no_layer_windows(net.config), LAYER_WINDOWS),
     ),

@@ -208,7 +208,8 @@ def how_stored(manifest: Manifest) -> str:
     """Return how a result loads, in a sentence."""
     if manifest.shape is Shape.NATIVE and manifest.brings_code:
         return _OWN_CODE
-    if manifest.shape is Shape.NATIVE and manifest.window is not None:
+    windows = any(heads.window_heads for heads in manifest.layout.values())
+    if manifest.shape is Shape.NATIVE and windows:
         return _LAYER_WINDOWS
     return stored(manifest.shape, manifest.uneven)
 
