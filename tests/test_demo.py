@@ -19,8 +19,8 @@ from tests.test_cli import run
 DEMO = Path(__file__).parents[1] / "scripts" / "demo"
 CONTEXT = 96
 FITTING = {
-    "seq_len: 2048": "seq_len: 16",
-    "windows: 8": "windows: 24",
+    "seq_len: 512": "seq_len: 16",
+    "windows: 12": "windows: 24",
     "recovery >= 95 %": "recovery >= 50 %",  # of a model that has learned nothing
 }
 
