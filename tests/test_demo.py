@@ -99,7 +99,7 @@ def test_the_time_left_follows_the_pace():
     assert job.left() == "about 10 minutes left"
     now[0] = 100.0
     job.part(1, 2)  # half of the command, so 200 of some 256 seconds
-    assert job.left() == "about 7 minutes left"
+    assert job.left() == "about 8 minutes left"
     now[0] = 500.0
     job.begin("check")
     assert job.left() == "about a minute left"

@@ -60,13 +60,8 @@ def apply(model: PreTrainedModel, plan: Plan | str | Path) -> None:
 
     Raises:
         PlanError: If the plan is of another model, its result has other weights, or a plan is
-            applied already; or if it is no model of transformers.
+            applied already.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise PlanError(
-            f"apply takes a model of transformers, and not a {type(model).__name__}: give the one "
-            "inside."
-        )
     if _BEFORE in vars(model):
         raise PlanError("The model has a plan already: headprune.undo(model) takes it back.")
     if not isinstance(plan, Plan):
