@@ -520,7 +520,9 @@ def window_score(model: Path, data: Path, window: int = 256, rows: int = 4, pair
     """Time scores of windows over a plain forward and backward pass over the same tokens."""
     net, edge = from_pretrained(model, dtype="float32"), (window, 4)
     ids = windows_of(model, data, 4 * window, rows)
-    near = [{"input_ids": row[None], "labels": row[None], "use_cache": False} for row in ids]
+    near: list[Batch] = [
+        {"input_ids": row[None], "labels": row[None], "use_cache": False} for row in ids
+    ]
     known = Window(size=window, sinks=4)
     far = far_batches(ids.tolist(), load_tokenizer(model), known, 0)
     both: list[Batch] = [*near, *far]
