@@ -48,6 +48,7 @@ import torch
 import typer
 import yaml
 from datasets import Dataset
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -322,8 +323,15 @@ class Bench:
         """Read texts and tokenizer.
 
         Raises:
-            ProtocolError: If the folder or a text is another than the protocol's.
+            ProtocolError: If the folder or a text is another than the protocol's, or if another
+                run works in the folder.
         """
+        work.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(work / "at-work", timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ProtocolError(f"Another run is at work in '{work}': give each its own.") from None
         weights = Path(model) / "model.safetensors"
         if not weights.exists() or _sha256(weights.read_bytes()) != config.sha256:
             raise ProtocolError(f"'{model}' is not the {config.model} of the protocol.")

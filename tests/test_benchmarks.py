@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from filelock import FileLock
 
 from headprune.data.text import Sequences
 from headprune.model.attention import attention_of
@@ -122,6 +123,8 @@ def test_only_what_is_written_down_is_published(protocol, tmp_path, monkeypatch)
         other.read(tmp_path / "elsewhere")
     (tmp_path / "model.safetensors").write_bytes(b"another model")
     with pytest.raises(protocol.ProtocolError, match=f"is not the {configs[0].model} of the"):
+        protocol.Bench(configs[0], str(tmp_path), tmp_path, tmp_path)
+    with FileLock(tmp_path / "at-work"), pytest.raises(protocol.ProtocolError, match="is at work"):
         protocol.Bench(configs[0], str(tmp_path), tmp_path, tmp_path)
     published = protocol.Results.read()
     monkeypatch.setattr(protocol, "RESULTS", tmp_path / "results.json")
