@@ -532,9 +532,11 @@ def window_score(model: Path, data: Path, window: int = 256, rows: int = 4, pair
 
     def plain() -> None:
         net.requires_grad_(False)
-        net.get_input_embeddings().requires_grad_(True)  # so that all layers pass a gradient
+        embedding = net.get_input_embeddings()  # from its output on, all layers pass a gradient
+        handle = embedding.register_forward_hook(lambda *call: call[-1].requires_grad_())
         for batch in both:
             example_losses(net, "causal-lm", batch).sum().backward()
+        handle.remove()
 
     count = f"{sum(batch['input_ids'].numel() for batch in both):,}"
     print(table([{"tokens": count, "times a plain pass": ratio(plain, scored, pairs)}]))

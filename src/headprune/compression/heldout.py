@@ -35,7 +35,7 @@ from headprune.model.loading import task_of
 from headprune.schemas.records import Window
 
 _FAR_SEED = 1_000  # facts that no scores were made of
-_FAR_ROWS = 4  # sequences with three questions about facts far back
+_FAR_ROWS = 4  # sequences with questions about facts far back
 _ROWS = 8  # held-out rows, at least: half of them choose
 
 Outputs = Mapping[str, Any]  # by text; see ``TaskRow.outputs``
