@@ -19,6 +19,10 @@ bfloat16, as is the original; in float32, and on some windows, where a config sa
 windows of ``length`` tokens; the share of needles found (40, beyond the window of any row) and the
 loss of their digits; the bytes of the KV cache of such a context in 16 bits.
 
+``measure: prefilled`` is of caches that get smaller once a context is read, as those of kvpress do:
+the perplexity of 512 tokens after a context, and needles whose question comes after it. Rows of
+kvpress run by the interpreter that KVPRESS_PYTHON names.
+
 ``measure: similarity`` is of encoders: the correlation of the similarities of sentences with those
 of the original, on pairs of STSb dev. ``measure: own_text`` is of causal models without a
 tokenizer: the perplexity of sequences that the original wrote, which also are its samples.
@@ -32,9 +36,11 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import random
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -63,6 +69,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import headprune
+from after_prefill import TEXTS as PRESS_TEXTS
+from after_prefill import continued
 from headprune import from_pretrained
 from headprune.config import CalibrationConfig, DataConfig, EvaluateConfig, NeedleConfig
 from headprune.data.batches import calibration
@@ -92,6 +100,7 @@ WINDOWS = 20  # of 2,048 tokens, of texts that are not read whole
 PASSAGES = 400
 FAR_WINDOWS, FAR = 10, 512  # windows of a long context, and the position that they count from
 NEEDLES = 40
+NEXT_WINDOWS, NEXT = 5, 512  # contexts of a text, and the tokens after each
 OURS = ("prune", "train_gates", "convert_gqa", "convert_mla", "convert_swa")
 TOKENS, SEQ_LEN = 16_384, 512  # of calibration
 OWN = 64  # tokens of a sequence that a model writes; many end not much later
@@ -204,7 +213,7 @@ class Config(Strict):
 
     model: str
     sha256: str
-    measure: Literal["text", "far", "similarity", "own_text"] = "text"
+    measure: Literal["text", "far", "prefilled", "similarity", "own_text"] = "text"
     tasks: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     windows: int | None = None
@@ -308,10 +317,14 @@ def read_config(file: Path) -> Config:
 
 @dataclass(frozen=True)
 class Made:
-    """A smaller model, and the contexts that it runs in: gates, and a rival's compensation."""
+    """A smaller model, and the contexts that it runs in: gates, and a rival's compensation.
+
+    Or the original, and a press of kvpress by name, settings and share of the cache.
+    """
 
     net: PreTrainedModel
     contexts: tuple[AbstractContextManager[Any], ...] = ()
+    press: dict[str, Any] | None = None
 
 
 class Bench:
@@ -497,6 +510,64 @@ class Far(Bench):
         return tuple(beyond[:NEEDLES])
 
 
+class Prefilled(Far):
+    """A causal model whose cache gets smaller once a context is read."""
+
+    def make(self, row: Row, more: dict[str, Any], sample: int) -> Made:
+        """Make a row's model, or return the original for a press."""
+        if row.method != "kvpress":
+            return super().make(row, more, sample)
+        net = from_pretrained(self.model, dtype="float32")
+        return Made(net, press={**row.settings, **more, "sample": sample})
+
+    def publish(self, made: Made, short: bool) -> dict[str, float]:
+        """Return perplexity after a context, needles, and bytes of the cache."""
+        ends = [ids for text in (self.wikitext, self.brown) for ids in self._windows(text)]
+        cuts = [self.config.length] * len(ends)
+        asked = self._needles
+        rows = [*ends, *(needle.row.ids for needle in asked)]
+        cuts += [needle.question for needle in asked]
+        sequences = [(ids[:cut], ids[cut:]) for ids, cut in zip(rows, cuts, strict=True)]
+        losses = self._continued(made, sequences)
+        nats = [mean(each[0]) for each in losses[: len(ends)]]
+        answers = [
+            (each[0][(at := one.row.start - one.question) :], all(each[1][at:]))
+            for each, one in zip(losses[len(ends) :], asked, strict=True)
+        ]
+        share = made.press["share"] if made.press else 1
+        return {
+            "wikitext2_next": math.exp(mean(nats[:NEXT_WINDOWS])),
+            "brown_next": math.exp(mean(nats[NEXT_WINDOWS:])),
+            "needles": mean(hit for _, hit in answers),
+            "needle_nats": mean(mean(digits) for digits, _ in answers),
+            "kv_bytes": KVCache.of(made.net).elements(self.config.length) * 2 * share,
+        }
+
+    def _windows(self, text: str) -> list[list[int]]:
+        ids, length = self._ids(text), self.config.length + NEXT
+        starts = [length * n for n in evenly(len(ids) // length, NEXT_WINDOWS)]
+        return [ids[at : at + length] for at in starts]
+
+    def _continued(
+        self, made: Made, sequences: list[tuple[list[int], list[int]]]
+    ) -> list[tuple[list[float], list[bool]]]:
+        if made.press is None:
+            return continued(made.net.float().eval(), sequences)
+        text = self.calibration[made.press["sample"]].read_text()
+        size = len(text) // PRESS_TEXTS
+        texts = [text[size * k : size * (k + 1)] for k in range(PRESS_TEXTS)]
+        file = _written(
+            self.work / "press.json", json.dumps({"sequences": sequences, "texts": texts})
+        )
+        program = [os.environ["KVPRESS_PYTHON"], str(ROOT / "scripts" / "after_prefill.py")]
+        how = [made.press["press"], json.dumps(made.press["settings"])]
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        out = self.work / "pressed.json"
+        subprocess.run([*program, self.model, file, out, *how], check=True, env=environment)
+        losses: list[tuple[list[float], list[bool]]] = json.loads(out.read_text())
+        return losses
+
+
 class Similarities(Bench):
     """An encoder, and the similarities of sentences by it."""
 
@@ -554,7 +625,13 @@ class OwnText(Bench):
             return {"own_text": math.exp(self.nll(net, self._own, OWN))}
 
 
-BENCHES = {"text": Bench, "far": Far, "similarity": Similarities, "own_text": OwnText}
+BENCHES = {
+    "text": Bench,
+    "far": Far,
+    "prefilled": Prefilled,
+    "similarity": Similarities,
+    "own_text": OwnText,
+}
 
 
 def own_text(net: PreTrainedModel, seed: int, count: int = TOKENS // OWN * 5 // 4) -> str:
@@ -738,6 +815,8 @@ _COLUMNS = {
     "wikitext2_128": ("at 128", False),
     "wikitext2_far": ("WikiText-2 after 512", False),
     "brown_far": ("Brown after 512", False),
+    "wikitext2_next": ("WikiText-2, next 512", False),
+    "brown_next": ("Brown, next 512", False),
     "needles": ("needles", True),
     "needle_nats": ("nats of a needle", False),
     "kv_bytes": ("KV bytes", False),

@@ -5,6 +5,7 @@ Where others cut, the heads that are left make up for it, and the model is as it
 
 import gzip
 import re
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -103,14 +104,16 @@ def test_only_what_is_written_down_is_published(protocol, tmp_path, monkeypatch)
     with pytest.raises(protocol.ProtocolError, match="may not be published"):
         protocol.read_config(config)
     configs = [protocol.read_config(file) for file in protocol.CONFIGS.glob("*.yaml")]
-    short = [c for c in configs if c.measure != "far"]
+    long = [c for c in configs if c.measure in ("far", "prefilled")]
+    short = [c for c in configs if c not in long]
     kinds = [(c.model, c.dtype) for c in short if any(r.method == "original" for r in c.rows)]
     assert sorted(kinds) == sorted({(c.model, c.dtype) for c in configs})  # each once
-    assert all(c.rows[0].method == "original" for c in configs if c.measure == "far")
+    assert all(c.rows[0].method == "original" for c in long)
     for rows in (config.rows for config in configs):
         assert len({row.name for row in rows}) == len(rows)
         assert {r.method for r in rows} <= {
             "original",
+            "kvpress",
             *protocol.OURS,
             *rivals.RIVALS,
             *rivals.CUTTERS,
@@ -180,3 +183,34 @@ def test_texts_are_joined_as_published(protocol):
     assert protocol._sentences_of(conllu) == "3 dogs .\nJa"
     parts = protocol._quarters("".join(f"{n}\n" for n in range(8)))
     assert len(parts) == 4 and "".join(parts).split() == [*map(str, range(8))]
+
+
+def test_losses_after_a_context(protocol):
+    net = tiny.model("llama").eval()
+    ids = torch.randint(3, net.config.vocab_size, (1, 60))
+    context, rest = ids[0, :20].tolist(), ids[0, 20:].tolist()
+    with torch.no_grad():
+        logits = net(ids).logits[0, 19:-1]
+    wanted = torch.nn.functional.cross_entropy(logits, ids[0, 20:], reduction="none")
+    [(nats, hits)] = protocol.continued(net, [(context, rest)])
+    assert nats == pytest.approx(wanted.tolist(), abs=1e-5)
+    assert hits == (logits.argmax(-1) == ids[0, 20:]).tolist()
+
+    @contextmanager
+    def forgets(net):
+        """Lose the keys of the context, as a press does."""
+        yield
+        caches[-1].layers[0].keys[:, :, :10] = 0
+
+    caches = []
+    of_net = net.forward
+
+    def remembering(*args, **kwargs):
+        output = of_net(*args, **kwargs)
+        caches.append(output.past_key_values)
+        return output
+
+    net.forward = remembering
+    [(pressed, _)] = protocol.continued(net, [(context, rest)], forgets)
+    assert pressed[0] == pytest.approx(nats[0])  # of the whole context
+    assert pressed[1:] != pytest.approx(nats[1:], abs=1e-5)
