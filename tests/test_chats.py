@@ -334,7 +334,6 @@ def test_one_of_several_columns_of_chats_is_named(kind, names, tmp_path):
 REFUSED = {
     "a role": (GEMMA, [{"role": "system", "content": "x"}, *TWO], "System role not supported"),
     "an order": (MISTRAL, TWO[1:], "Roles must alternate"),
-    "no message": (CHATML, [], "takes no such messages"),
     "no answer": (CHATML, TWO[:1], "a chat without an answer"),
     "twice": (CHATML.replace("+ m.content", "+ m.content + m.content"), TWO, "in several places"),
 }
@@ -347,6 +346,20 @@ def test_a_chat_that_a_template_refuses_is_named(case, tmp_path):
     with pytest.raises(DataError, match=message) as caught:
         answer_rows(read_examples(data, of), of, 400)
     assert "chats.jsonl" in str(caught.value)
+
+
+def test_the_chat_that_a_template_refuses_is_quoted(tmp_path):
+    of, odd = tokenizer_of(MISTRAL), [answer("I come first, wrongly"), user("q")]
+    data = rows_of([TWO, odd, TWO], tmp_path / "chats.jsonl")
+    with pytest.raises(DataError, match="Roles must alternate.*I come first, wrongly"):
+        list(read_examples(data, of).texts)
+
+
+def test_a_chat_without_messages_is_left_out(tmp_path):
+    of = tokenizer_of(CHATML)
+    with pytest.warns(HeadpruneWarning, match="1 of 3 rows have no text in messages"):
+        examples = read_examples(rows_of([TWO, [], TWO], tmp_path / "chats.jsonl"), of)
+    assert list(examples.texts) == [(of.apply_chat_template(TWO, tokenize=False),)] * 2
 
 
 def test_answers_that_are_cut_off_are_counted(tmp_path):

@@ -884,6 +884,15 @@ def test_what_could_not_run_is_told_to_actions(folders, capsys, monkeypatch):
     refuses(capsys, "--update-baseline needs --baseline", "check", *model, "--update-baseline")
 
 
+@pytest.mark.parametrize("also", [("out.json",), ("--junit", "j.xml")])
+def test_a_new_baseline_comes_alone(also, folders, tmp_path, capsys):
+    new = ("--update-baseline", "--baseline", tmp_path / "new.json", "--limit", "perplexity <= 9")
+    where = [tmp_path / each if "." in each else each for each in also]
+    model = (folders / "base", *where, "--data", folders / "text.txt")
+    refuses(capsys, "writes the baseline alone", "check", *model, *new)
+    assert not (tmp_path / "new.json").exists()
+
+
 def test_the_command_writes_a_baseline(yaml_file, tmp_path, capsys):
     path = tmp_path / "new.json"
     update = ("check", "--config", yaml_file, "--update-baseline", "--baseline", path)

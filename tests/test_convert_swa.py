@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import headprune
 from headprune.config import DataConfig, HealConfig, SwaConfig, WindowConfig
 from headprune.distillation.heal import heal
-from headprune.errors import DataError, HeadpruneError, PlanError
+from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError
 from headprune.evidence.windows import window_scores
 from headprune.model.attention import attention_of
 from headprune.model.cost import model_cost
@@ -239,3 +239,63 @@ def test_a_plan_with_windows_is_cut(folder):
     one, two = (read_manifest(folder / name) for name in ("out", "again"))
     assert one.layout == two.layout
     assert read_plan(folder / "again" / "plan.json", {}).attentions == made.plan.attentions
+
+
+def test_a_budget_of_heads_with_and_without_a_window(folder):
+    converted(folder)
+    text = str(folder / "text.txt")
+    headprune.score(folder / "out", folder / "s", data=text, calibration_tokens=512, seq_len=32)
+    with pytest.raises(PlanError, match="some KV heads have a window, and cost less than others"):
+        headprune.prune(folder / "out", folder / "p", scores=folder / "s", max_kv_bytes=20_000)
+
+
+def test_the_window_of_scores_counts(tmp_path):
+    types = ["full_attention", "sliding_attention"] * 2
+    model = tiny.model("ministral", sliding_window=8, layer_types=types)
+    tiny.save(model, tmp_path / "model")
+    (tmp_path / "text.txt").write_text(tiny.text(3000))
+    own = {"form": "window", "unit": "layer", "sinks": 0, "calibration_tokens": 512}
+    for window in (8, 12):
+        scores, text = tmp_path / f"s{window}", str(tmp_path / "text.txt")
+        headprune.score(tmp_path / "model", scores, data=text, window=window, **own)
+    how = {"keep_full": 1, "targets": ["vllm"]}
+    headprune.convert_swa(tmp_path / "model", tmp_path / "out", scores=tmp_path / "s8", **how)
+    assert headprune.from_pretrained(tmp_path / "out").config.sliding_window == 8
+    with pytest.raises(PlanError, match="have one of 8 tokens"):
+        headprune.convert_swa(tmp_path / "model", tmp_path / "no", scores=tmp_path / "s12", **how)
+
+
+def test_healing_keeps_warnings_and_says_how_to_go_on(folder):
+    text = str(folder / "text.txt")
+    small = {"window": 8, "sinks": 2, "data": text, "calibration_tokens": 512, "heal_steps": 2}
+    model, out = folder / "model", folder / "out"
+    healed = headprune.convert_swa(model, out, keep_full=0, **small)
+    assert any("No KV head keeps the whole past" in each for each in healed.pruned.warnings)
+    left = folder / "again-unhealed"
+    left.mkdir()
+    with pytest.raises(CheckpointError, match="headprune heal .*again-unhealed .* --resume"):
+        headprune.convert_swa(model, folder / "again", **small)
+    assert not [*left.iterdir()] and not (folder / "again").exists()
+    headprune.convert_swa(model, folder / "again", overwrite=True, **small)
+    assert not left.exists()
+
+
+def test_healing_beside_scores_takes_a_seed(folder):
+    text = str(folder / "text.txt")
+    how = {"form": "window", "window": 8, "sinks": 2, "calibration_tokens": 512}
+    headprune.score(folder / "model", folder / "s", data=text, **how)
+    scored = {"scores": folder / "s", "seed": 3}
+    with pytest.raises(HeadpruneError, match="seed has no effect beside --scores"):
+        headprune.convert_swa(folder / "model", folder / "a", **scored)
+    made = [
+        headprune.convert_swa(
+            folder / "model",
+            folder / f"h{seed}",
+            scores=folder / "s",
+            data=text,
+            heal_steps=2,
+            seed=seed,
+        ).after
+        for seed in (3, 4)
+    ]
+    assert made[0] != made[1]

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value, load_dataset
 
 from headprune.config import ConvertConfig, DataConfig, EvaluateConfig, Objective, TrainGatesConfig
+from headprune.config.data import data_config
 from headprune.data.batches import batches, label_reader
 from headprune.data.read import Examples, digest_of_data, read_examples
 from headprune.data.sequences import tokenized_rows, translation_rows
@@ -618,3 +620,49 @@ def test_one_window_is_enough_to_measure(tmp_path, capsys):
     succeeds(capsys, *line, "--no-speed")
     (tmp_path / "text.txt").write_text("w1")
     refuses(capsys, "The data has 1 tokens, which makes 0 sequences of 16", *line)
+
+
+@pytest.mark.parametrize("name", ["train.csv", "folder"])
+def test_a_local_place_has_no_split(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    for file in ("train.csv", "folder/train.csv", "folder/test.csv"):
+        (tmp_path / file).write_text("text\nhello\n")
+    with pytest.raises(DataError, match="is a local .* without splits, so @test names none"):
+        data_config(f"{tmp_path / name}@test", None, None)
+    assert data_config(tmp_path / name, None, None, split="test").split == "test"
+    DatasetDict(test=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "saved")
+    assert [*read_examples(data_config(f"{tmp_path / 'saved'}@test", None, None)).texts] == [("a",)]
+
+
+def test_columns_that_a_model_would_not_read_are_refused(llama_folder, tmp_path, capsys):
+    rows = [{"q": tiny.text(9, n), "a": tiny.text(5, n + 99), "b": "w1"} for n in range(40)]
+    file = tmp_path / "sft.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs, report = ("--data", file, "--text-column", "q,a"), tmp_path / "r.json"
+    short = ("--config", "seq_len=32")
+    for command in (("evaluate", llama_folder, report), ("score", llama_folder, tmp_path / "s")):
+        refuses(
+            capsys, "names pairs, and a language model reads single texts", *command, *short, *pairs
+        )
+    with pytest.raises(DataError, match="an example has two texts at most"):
+        read_examples(DataConfig(source=str(file), text_column="q,a,b"))
+    compressed = ("compress", llama_folder, tmp_path / "c", *pairs, "--keep", "0.5")
+    refuses(capsys, "names pairs, and a language model reads single texts", *compressed)
+    one = [llama_folder, report, *short, "--max-windows", 4, "--data", file, "--text-column"]
+    succeeds(capsys, "evaluate", *one, "q")
+    written = ("--metric", "exact_match", "--max-new-tokens", 4, "--overwrite")
+    succeeds(capsys, "evaluate", *one, "q,a", *written)
+
+
+@pytest.mark.parametrize("cell", ['"He said ""w1"""', 'He said "w1"', '"w1" w2'])
+def test_a_table_with_tabs_that_looks_quoted(cell, tmp_path):
+    file = tmp_path / "t.tsv"
+    file.write_text(f"text\tl\n{cell}\t1\n")
+    quoted = '""' in cell
+    with pytest.warns(HeadpruneWarning, match="name the file .csv") if quoted else nullcontext():
+        read = read_examples(DataConfig(source=str(file), text_column="text"))
+    assert list(read.texts) == [(cell,)]
+    as_csv = file.rename(tmp_path / "t.csv")
+    if quoted:
+        read = read_examples(DataConfig(source=str(as_csv), text_column="text"))
+        assert list(read.texts) == [('He said "w1"',)]

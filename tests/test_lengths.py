@@ -24,6 +24,7 @@ from headprune.config import (
     TrainGatesConfig,
 )
 from headprune.data.batches import batches, calibration, merge_calibration
+from headprune.data.text import cut
 from headprune.errors import HeadpruneWarning
 from headprune.evaluation.evaluate import evaluate
 from headprune.model.batch import most_tokens, usable_length
@@ -179,3 +180,11 @@ def test_a_report_names_the_length_that_was_used(case, text_file, tmp_path):
     asked = EvaluateConfig(speed=False, resamples=100, seq_len=LONGEST)
     assert cut.provenance.settings == asked.model_dump(mode="json", exclude=LATER)
     assert cut.model == evaluate(folder, data, asked).model
+
+
+def test_labels_of_tokens_are_cut_and_those_of_a_row_are_not():
+    ids = list(range(9))
+    tagged, several = ({"input_ids": ids, "labels": labels} for labels in (ids, [1, 0, 1, 1, 0]))
+    assert cut(tagged, 4)["labels"] == cut(tagged, 4)["input_ids"] == [0, 1, 2, 8]
+    assert cut(several, 4)["labels"] == [1, 0, 1, 1, 0]
+    assert cut({"input_ids": ids, "labels": 3}, 4) == {"input_ids": [0, 1, 2, 8], "labels": 3}

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import dispatch_model
 
 import headprune
 from headprune.errors import PlanError
@@ -93,6 +94,48 @@ def test_a_model_that_was_moved_goes_back():
     model.to(torch.float64)
     headprune.undo(model)
     assert torch.equal(logits(model, ids), wanted)
+
+
+def test_what_happens_in_between_stays():
+    model = tiny.model("llama-gqa")
+    wanted, ids = copy.deepcopy(model).train(), torch.full((1, 20), 7)
+    wanted.resize_token_embeddings(tiny.VOCAB + 15)
+    headprune.apply(model, plan_of(model))
+    model.train()
+    with torch.no_grad():
+        model.resize_token_embeddings(tiny.VOCAB + 15)
+        new = model.get_input_embeddings().weight[tiny.VOCAB :]
+        wanted.get_input_embeddings().weight[tiny.VOCAB :] = new
+        wanted.lm_head.weight.copy_(model.lm_head.weight)
+    headprune.undo(model)
+    assert all(each.training for each in model.modules())
+    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == tiny.VOCAB + 15
+    assert torch.equal(logits(model, ids), logits(wanted, ids))
+    assert model.config.to_dict() == wanted.config.to_dict()
+
+
+def test_modules_share_their_settings_afterwards():
+    model = tiny.model("qwen2_vl")
+    inner = model.config.text_config
+    sharing = [m for m in model.modules() if getattr(m, "config", None) is inner]
+    assert len(sharing) > 1
+    headprune.apply(model, uneven_plan(model))
+    headprune.undo(model)
+    assert model.config.text_config is inner and all(m.config is inner for m in sharing)
+
+
+def test_a_model_with_hooks_is_refused():
+    model = tiny.model("llama-gqa")
+    plan = plan_of(model)
+    hooked = dispatch_model(copy.deepcopy(model), {"": "cpu"}, force_hooks=True)
+    with pytest.raises(PlanError, match="has a forward pass of its own"):
+        headprune.apply(hooked, plan)
+    # hooks that come later call the new class
+    headprune.apply(model, plan)
+    ids = torch.randint(5, tiny.VOCAB, (1, 40))
+    wanted = logits(model, ids)
+    hooked = dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    assert torch.equal(logits(hooked, ids), wanted)
 
 
 def test_settings_of_generation_go_back():

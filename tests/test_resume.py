@@ -422,6 +422,11 @@ def test_a_training_is_resumed_with_the_same_settings(home, tmp_path, stopped, m
     shutil.copy(home / "text.txt", tmp_path)
     with pytest.raises(CheckpointError, match=r"\(model: .* then, .* now, data.source"):
         go_on(tmp_path, tmp_path)
+    text = (home / "text.txt").read_text()
+    (home / "text.txt").write_text(f"{text} one word more")
+    with pytest.raises(CheckpointError, match=r"\(data_sha256: .* then, .* now\)"):
+        go_on(home, tmp_path)
+    (home / "text.txt").write_text(text)
     monkeypatch.setenv("WORLD_SIZE", "4")
     again = Run(stopped, yaml.safe_load((stopped / CONFIG).read_text()) | {"processes": 4})
     with pytest.raises(CheckpointError, match=r"\(processes: 1 then, 4 now\)"):

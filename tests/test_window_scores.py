@@ -9,10 +9,17 @@ from headprune.context import Context
 from headprune.data.far import far_rows
 from headprune.errors import HeadpruneError, PlanError
 from headprune.evidence.losses import example_losses
-from headprune.evidence.windows import CRITERION, candidates, slopes, window_scores
+from headprune.evidence.windows import (
+    CRITERION,
+    candidates,
+    sequence_of,
+    slopes,
+    window_scores,
+)
 from headprune.model.gating import frozen
 from headprune.model.open import open_model
 from headprune.model.windows import attending
+from headprune.schemas.records import Window
 from headprune.schemas.scores import write_scores
 from headprune.tensors.units import Unit, members
 from tests import tiny
@@ -138,7 +145,12 @@ def test_modules_that_have_windows_are_left_out():
 
 @pytest.mark.parametrize(
     ("case", "why"),
-    [("bert-mlm", "causal"), ("t5", "causal"), ("bloom", "bias for every head")],
+    [
+        ("bert-mlm", "causal"),
+        ("t5", "causal"),
+        ("bloom", "bias for every head"),
+        ("deepseek_v3", "one latent"),
+    ],
 )
 def test_models_without_a_place_for_windows_are_refused(case, why):
     with pytest.raises(PlanError, match=why):
@@ -249,3 +261,13 @@ def test_texts_too_short_for_prompts_are_scored_alone(place):
     assert "by text alone" in lines[-1]
     assert scores.scores[CRITERION].sum() == pytest.approx(1)  # shares of the text
     assert scores.metadata.tokens == 256
+
+
+def test_texts_that_are_shorter_than_facts_and_questions():
+    texts = [[ord("z")] * size for size in (30, 90, 150, 256)] * 2
+    assert far_rows(texts, Letters(), (64, 4), 1, seed=0) == []
+
+
+def test_more_sinks_than_tokens_of_a_window():
+    net = tiny.model("llama-gqa")
+    assert sequence_of(net, tiny.tokenizer(), Window(size=8, sinks=40)) > 8 + 40

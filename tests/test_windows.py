@@ -31,6 +31,7 @@ CANNOT = {
     **dict.fromkeys(("gpt_neo", "gptj", "xglm"), "attention interface"),
     **dict.fromkeys(("bloom", "mpt", "falcon", "falcon-mqa"), "bias for every head"),
     **dict.fromkeys(("falcon-new", "falcon-alibi"), "bias for every head"),
+    "deepseek_v3": "one latent for all heads",
 }
 
 
@@ -209,6 +210,8 @@ def test_rows_of_a_cache(texts, sinks):
     assert apart(got, wanted[:, 28:]) < 1e-5 < apart(got, wanted.flip(0)[:, 28:])
     with pytest.raises(ValueError, match="older keys are gone"):
         cache.crop(-20)
+    with pytest.raises(ValueError, match="by a number below 0, not 5"):
+        cache.layers[0].crop(5)
     cache.reset()
     cache.reorder_cache(torch.tensor([1, 0]))
     assert apart(ours(text, past_key_values=cache).logits, wanted) < 1e-5

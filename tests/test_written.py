@@ -6,6 +6,7 @@ import pytest
 import sacrebleu
 import torch
 from rouge_score.rouge_scorer import RougeScorer
+from tokenizers.processors import TemplateProcessing
 
 from headprune import packages
 from headprune.config import CheckConfig, DataConfig, EvaluateConfig
@@ -206,3 +207,18 @@ def test_a_missing_package_and_empty_texts_are_said(monkeypatch):
     with pytest.raises(HeadpruneError, match=r"--metric wer needs jiwer: pip install jiwer\."):
         refuse_metrics(["wer"], Allowed())
     refuse_metrics(["exact_match"], Allowed())
+
+
+def test_a_prompt_does_not_end_with_the_end_token():
+    """A tokenizer that appends it, as many were saved, would have the model begin anew."""
+    net, plain, ending = tiny.model("llama-gqa"), tiny.tokenizer(), tiny.tokenizer()
+    first, last = ending.bos_token, ending.eos_token
+    special = [(each, ending.convert_tokens_to_ids(each)) for each in (first, last)]
+    ending._tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {last}", special_tokens=special[1:]
+    )
+    prompts = [tiny.text(5 + n, n) for n in range(3)]
+    assert ending(prompts[0])["input_ids"] == [*plain(prompts[0])["input_ids"], special[1][1]]
+    wanted = write(net, prompts, plain, 2, 6)
+    assert write(net, prompts, ending, 2, 6) == wanted
+    assert write(net, [f"{prompt} {last}" for prompt in prompts], plain, 2, 6) != wanted

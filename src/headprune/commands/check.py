@@ -165,6 +165,10 @@ def check(
 
         context.stage("evaluating")
         if update_baseline:
+            if output is not None or junit is not None:
+                raise HeadpruneError(
+                    "--update-baseline writes the baseline alone: leave out OUTPUT and --junit."
+                )
             return check.update_baseline(config, remote, context.step)
         with _files(config, output, junit):
             report = check.check(config, remote, context.step)

@@ -122,10 +122,11 @@ def convert_gqa(
     healing = build(HealConfig, locals(), steps=heal_steps, seq_len=None)
     from headprune.distillation.heal import make_and_heal
 
-    def make(unhealed: Path) -> None:
+    def make(unhealed: Path) -> tuple[str, ...]:
         merged = converted(unhealed)
         before, after = merged.pruned.manifest.kv_heads
         context.line(f"{after} of {before} KV heads ({merged.merge}), verified", True)
+        return merged.pruned.warnings
 
     return make_and_heal(make, model, text, output, healing, overwrite, context)
 

@@ -62,9 +62,10 @@ def convert_mla(
     if heal_steps is None:
         return convert_mla(model, Path(output), config, text, overwrite, context)
 
-    def make(unhealed: Path) -> None:
+    def make(unhealed: Path) -> tuple[str, ...]:
         for change in convert_mla(model, unhealed, config, text, overwrite, context).record.changes:
             context.line(change, True)
+        return ()
 
     healing = HealConfig(steps=heal_steps)
     return make_and_heal(make, model, text, Path(output), healing, overwrite, context)

@@ -123,9 +123,11 @@ def convert_swa(
     refuse_quantised(model, load_config(model, trust_remote_code=trust_remote_code))
     healing = build(HealConfig, locals(), steps=heal_steps, seq_len=None, batch_size=None)
 
-    def make(unhealed: Path) -> None:
-        heads = converted(unhealed).manifest.done
-        context.line(f"{getattr(heads, 'heads', 0)} KV heads with a window, verified", True)
+    def make(unhealed: Path) -> tuple[str, ...]:
+        pruned = converted(unhealed)
+        heads = getattr(pruned.manifest.done, "heads", 0)
+        context.line(f"{heads} KV heads with a window, verified", True)
+        return pruned.warnings
 
     return make_and_heal(make, model, text, Path(output), healing, overwrite, context)
 
@@ -138,8 +140,8 @@ def refuse_beside_evidence(values: Mapping[str, Any]) -> None:
     """
     usual = COMMANDS["convert-swa"].parameters()
     spelt = COMMANDS["convert-swa"].spell
-    names = ["window", "sinks", "level", "seq_len", "calibration_tokens", "batch_size", "seed"]
-    names += ["data"] * (values["heal_steps"] is None)
+    names = ["window", "sinks", "level", "seq_len", "calibration_tokens", "batch_size"]
+    names += ["data", "seed"] * (values["heal_steps"] is None)
     names += ["context_tokens"] * (values["max_kv_bytes"] is None)
     beside = "scores"
     if values["gates"] is not None:

@@ -28,6 +28,7 @@ from headprune.config import (
     Writing,
     sequences_per_pass,
 )
+from headprune.config.data import refuse_pairs
 from headprune.config.stages import STEP_TOKENS
 from headprune.context import Context
 from headprune.data.sentences import OF_SENTENCES
@@ -244,6 +245,8 @@ class _Compression:
             trained = 2 * healing.steps * STEP_TOKENS
         some = texts.mixed(self.texts.fit, config.calibration_tokens, trained)
         text = texts.write(some, work / "text")
+        if text.pairs and self.model.task == "causal-lm":  # references choose, prompts calibrate
+            text = text.model_copy(update={"text_column": "text"})
         return Job(self.model, self.goal, text, config, self.context)
 
     def _best(self, job: Job, selection: Selection) -> Proposal:
@@ -395,6 +398,9 @@ def _refuse_unfit(task: Task, data: Sequence[DataConfig], metric: str | None) ->
             f"--metric {metric} is of written text, and this model ({task}) writes none. Leave it "
             "out."
         )
+    for one in data:
+        if metric is None:
+            refuse_pairs(task, one)
     if task == "seq2seq-lm" and not (data and all(one.pairs for one in data)):
         raise DataError(
             "An encoder-decoder is compressed on pairs: give --data and --text-column "

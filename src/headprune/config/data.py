@@ -56,6 +56,19 @@ class DataConfig(Settings):
         return "," in (self.text_column or "")
 
 
+def refuse_pairs(task: str, data: DataConfig) -> None:
+    """Refuse pairs of texts for a language model, which would read the first ones alone.
+
+    Raises:
+        DataError: With what to do.
+    """
+    if data.pairs and task in ("causal-lm", "masked-lm"):
+        raise DataError(
+            f"--text-column {data.text_column} names pairs, and a language model reads single "
+            "texts. Name one column, or write prompts and answers as chats."
+        )
+
+
 def refuse_missing_file(source: str) -> None:
     """Refuse the path of a missing file or folder; other names may be of the hub.
 
@@ -83,12 +96,17 @@ def data_config(
     """Return the data at a place; a split may stand behind "@", as in ``wikitext@test``.
 
     Raises:
-        DataError: If it is a path, and nothing is there.
+        DataError: If it is a path, and nothing is there, or nothing has splits.
     """
     source = str(place)
     name, at, given = source.rpartition("@")
     if at and name and "/" not in given and not Path(source).exists():
         source, split = name, given
+        if (path := Path(name)).exists() and not (path / "dataset_dict.json").is_file():
+            raise DataError(
+                f"'{name}' is a local {'folder' if path.is_dir() else 'file'} without splits, so "
+                f"@{split} names none. Give the file of that split."
+            )
     refuse_missing_file(source)
     return DataConfig(
         source=source,

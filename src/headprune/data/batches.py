@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
@@ -26,7 +27,7 @@ from headprune.config import (
     Objective,
     TrainGatesConfig,
 )
-from headprune.config.data import Loss
+from headprune.config.data import Loss, refuse_pairs
 from headprune.config.stages import STEP_TOKENS
 from headprune.data.audio import read_recordings, recording_rows, speech_of
 from headprune.data.images import image_rows, pixels_of, read_images
@@ -146,6 +147,7 @@ def batches(
     seq_len = usable_length(net, tokenizer, asked, ["encoder"])
     vocabulary = vocabulary_of(net)
     refuse_without_padding(net, task)
+    refuse_pairs(task, data)
     examples = read_examples(data, tokenizer)
     running_text = not examples.rows_are_documents
     if task in OF_SENTENCES and not running:
@@ -477,17 +479,15 @@ def _class_numbers(rows: Iterable[Iterable[str]], ids: dict[str, int]) -> dict[s
 
     Where both fit, they are names.
     """
-    numbers, first = {str(number): number for number in ids.values()}, dict[str, int]()
-    for row, labels in enumerate(rows):
-        for label in labels:
-            first.setdefault(label, row)
+    numbers = {str(number): number for number in ids.values()}
+    first = dict.fromkeys(itertools.chain.from_iterable(rows))
     named, numbered = (first.keys() <= known.keys() for known in (ids, numbers))
     if not (named or numbered):
         unknown = [one for one in first if one not in ids and one not in numbers]
         wrong = (unknown or [one for one in first if one not in ids])[0]
         raise DataError(
-            f"The label '{wrong}' is none of the model's labels ({', '.join(ids)}), in row "
-            f"{first[wrong]} (counted from 0). Use these names in all rows, or their numbers."
+            f"The label '{wrong}' is none of the model's labels ({', '.join(ids)}). Use these "
+            "names in all rows, or their numbers."
         )
     if named and numbered and any(ids[one] != numbers[one] for one in first):
         warnings.warn(

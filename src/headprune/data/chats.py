@@ -70,8 +70,11 @@ def chat_text(chat: Chat, tokenizer: Any, source: str, asks: bool = False) -> st
         how |= {"tokenize": False, "add_generation_prompt": asks}
         text: str = tokenizer.apply_chat_template(named, **how)
     except Exception as error:  # a template raises errors of its own
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"'{source}': the chat template takes no such messages: {first}") from None
+        first = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise DataError(
+            f"'{source}': the chat template takes no such messages: {first}. They begin with "
+            f"{str(chat.messages)[:80]!r}."
+        ) from None
     return text
 
 

@@ -43,6 +43,8 @@ def text_columns(table: Dataset, data: DataConfig, named: bool) -> list[str]:
     ]
     if data.text_column is not None:
         columns = [column.strip() for column in data.text_column.split(",")]
+        if len(columns) > 2:
+            raise DataError(f"--text-column {data.text_column}: an example has two texts at most.")
         for column in columns:
             _refuse_missing_column(column, table, "--text-column", data.source)
     elif "text" in table.column_names:
@@ -135,8 +137,11 @@ def _nulls(table: Dataset, columns: list[str]) -> NDArray[np.bool_]:
 
 
 def _is_empty(cells: pa.ChunkedArray) -> pa.ChunkedArray:
-    strings = pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type)
-    return pc.equal(pc.fill_null(cells, ""), "") if strings else pc.is_null(cells)
+    if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
+        return pc.equal(pc.fill_null(cells, ""), "")
+    if pa.types.is_list(cells.type) and pa.types.is_struct(cells.type.value_type):  # a chat
+        return pc.equal(pc.fill_null(pc.list_value_length(cells), 0), 0)
+    return pc.is_null(cells)
 
 
 def label_texts(table: Dataset, column: str) -> Callable[[dict[str, list[Any]]], list[str]]:

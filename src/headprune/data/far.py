@@ -47,7 +47,8 @@ def far_rows(
         said = tokenizer([f"{begin} {end}.\n" for begin, end in facts], add_special_tokens=False)
         sentences, questions = said["input_ids"], [prompt_of(tokenizer, *fact) for fact in facts]
         asked = [token for question in questions for token in question.ids]
-        rest = list(text[first : len(text) - len(asked) - sum(map(len, sentences))])
+        end = len(text) - len(asked) - sum(map(len, sentences))
+        rest = list(text[first : max(first, end)])
         room = len(rest) - window[0]
         if room < _LEAST_TEXT or tokenizer.unk_token_id in asked:
             continue

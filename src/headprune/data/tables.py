@@ -24,6 +24,7 @@ from headprune.data.files import stored, text_pieces
 from headprune.errors import DataError, HeadpruneWarning
 
 _AT_ONCE = 1000  # rows
+_QUOTED = re.compile('"([^"]|"")*""([^"]|"")*"')  # a quote inside is doubled
 _LONGEST = 2**31 - 1  # characters of a cell
 _RETURN = "a carriage return (CR) alone ends no line. Save the file with line ends LF or CRLF."
 _WRONG = {
@@ -92,11 +93,20 @@ def _rows(file: Path) -> Iterator[list[str]]:
 
 
 def _tsv(file: Path) -> Iterator[tuple[int, list[str]]]:
+    quoted = False
     for number, line in enumerate(_lines(file), 1):
         row = line.removesuffix("\n").removesuffix("\r")
         if number == 1 and "\r" in row:
             raise DataError(f"'{file}', line 1: {_RETURN}")
-        yield number, row.split("\t")
+        cells = row.split("\t")
+        if not quoted and (quoted := any(map(_QUOTED.fullmatch, cells))):
+            warnings.warn(
+                f"'{file}', line {number}: a quote of TSV is a character, and cells look quoted as "
+                "in CSV. If they are, name the file .csv: it may have tabs, too.",
+                HeadpruneWarning,
+                stacklevel=3,
+            )
+        yield number, cells
 
 
 def _csv(file: Path) -> Iterator[tuple[int, list[str]]]:

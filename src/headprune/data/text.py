@@ -199,8 +199,10 @@ def longest_of(rows: Dataset) -> int:
 
 
 def cut(row: dict[str, Any], longest: int) -> dict[str, Any]:
-    """Return a row without the surplus tokens before its last."""
-    return {n: column if n == "labels" else _cut(column, longest) for n, column in row.items()}
+    """Return a row without the surplus tokens before its last; labels of a row stay whole."""
+    labels: Any = row.get("labels")
+    of_row = {"labels"} if np.size(labels) != len(row["input_ids"]) else set()
+    return {n: column if n in of_row else _cut(column, longest) for n, column in row.items()}
 
 
 def _cut(column: Any, longest: int) -> Any:

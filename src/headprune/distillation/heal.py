@@ -15,11 +15,12 @@ import torch
 from headprune import devices, processes
 from headprune.config import DataConfig, HealConfig, HealObjective, HealTrain, Resuming, Writing
 from headprune.context import Context
+from headprune.data.read import digest_of_data
 from headprune.distillation.optimizer import resolved
 from headprune.distillation.pair import Pair, read_pair
 from headprune.distillation.shards import probed, refuse_sharded, stored_weights
 from headprune.distillation.trainer import HealedModel, HealTrainer, merged, trainable
-from headprune.errors import HeadpruneError
+from headprune.errors import CheckpointError, HeadpruneError
 from headprune.io.outputs import claimed, place_of
 from headprune.io.shell import command
 from headprune.io.writing import beside
@@ -111,7 +112,8 @@ def heal(
     again = _resume_command(model, teacher, data, output, config, rerun, context)
     if not processes.is_main():
         context = context.without_progress()
-    run = Run.of(output, "heal", config, model=model, teacher=teacher, data=data)
+    inputs: dict[str, Any] = {"model": model, "teacher": teacher, "data": data}
+    run = Run.of(output, "heal", config, **inputs, data_sha256=digest_of_data(data))
     held_whole = nullcontext() if in_shards() else placing(Placement.WHOLE)
     with claimed_run(output, run, [model, teacher, data], rerun), held_whole:
         pair = read_pair(model, teacher, data, config, context)
@@ -123,7 +125,7 @@ def heal(
 
 
 def make_and_heal(
-    make: Callable[[Path], None],
+    make: Callable[[Path], tuple[str, ...]],
     teacher: str | Path,
     data: DataConfig,
     output: Path,
@@ -133,17 +135,26 @@ def make_and_heal(
 ) -> Healed:
     """Heal what ``make`` writes into the folder that it is given; that stays if healing fails.
 
+    ``make`` returns warnings, which the result has as well.
+
     Raises:
-        HeadpruneError: As by ``make``, and as by ``heal``.
+        HeadpruneError: As by ``make``, and as by ``heal``; or if an earlier run left that folder.
     """
     _checked(config)
     inputs = [place_of(teacher), place_of(data)]
     with placing(Placement.WHOLE), claimed(output, overwrite, inputs):
         unhealed, rerun = beside(output, "{}-unhealed"), Resuming(overwrite=overwrite)
-        make(unhealed)
+        if unhealed.exists() and not overwrite:
+            again = _resume_command(unhealed, teacher, data, output, config, rerun, context)
+            raise CheckpointError(
+                f"'{unhealed}' is of an earlier run, whose healing did not end. Start anew with "
+                f"--overwrite. {again}"
+            )
+        warnings = make(unhealed)
         healed = heal(unhealed, teacher, data, output, config, rerun, context)
         shutil.rmtree(unhealed, ignore_errors=True)
-        return healed
+        warnings = tuple(dict.fromkeys((*warnings, *healed.pruned.warnings)))
+        return replace(healed, pruned=replace(healed.pruned, warnings=warnings))
 
 
 def _checked(config: HealConfig) -> HealConfig:

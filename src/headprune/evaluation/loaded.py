@@ -45,7 +45,7 @@ from headprune.model.loading import (
 from headprune.model.open import Model, read_model
 from headprune.model.placement import alone_on_device
 from headprune.model.precision import refuse_missing_dtype, refuse_not_finite
-from headprune.model.refusals import refuse_without_text
+from headprune.model.refusals import refuse_without_padding, refuse_without_text
 from headprune.model.stored import id_of_model
 from headprune.tensors.dtypes import dtype_name
 
@@ -196,6 +196,8 @@ def load(
     models = [read_model(name, parse_dtype(config.dtype.value), allowed) for name in names]
     for each in models:
         refuse_without_text(each.skeleton, "evaluate")
+        if modality_of(each.skeleton) == "text":
+            refuse_without_padding(each.skeleton, task_of(each.skeleton))
     tokenizers = [model.tokenizer for model in models]
     reads_text = modality_of(models[0].skeleton) == "text"
     examples = [_read(one, models[0]) for one in several.values()]

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.config.data import Loss
+from headprune.config.data import Loss, refuse_pairs
 from headprune.data.audio import Recordings
 from headprune.data.batches import label_parts
 from headprune.data.images import Images
@@ -61,6 +61,8 @@ def refuse_unfit(
         raise HeadpruneError(
             f"loss=answers is of a language model's chats, without --metric; this is a {kind}."
         )
+    if not config.metrics:
+        refuse_pairs(task, data)
     if task == "ctc" and not config.metrics:
         raise HeadpruneError(f"A {kind} is evaluated by its texts: give --metric wer.")
     if config.metrics and task not in ("causal-lm", "seq2seq-lm", "ctc"):

@@ -211,10 +211,13 @@ def write(
     if alone or (continues and tokenizer.pad_token_id is None):
         batch_size = 1
 
+    after = around(tokenizer).after if continues else []  # nothing is said behind an end token
+
     def tokens(**cut: Any) -> list[list[int]]:
         rows: dict[str, list[list[int]]] = {"input_ids": tokenizer([*prompts], **cut)["input_ids"]}
         begin_once(rows, tokenizer)
-        return rows["input_ids"]
+        ended = len(after)
+        return [r[:-ended] if after and r[-ended:] == after else r for r in rows["input_ids"]]
 
     ids = tokens(verbose=False)
     refuse_empty(map(len, ids))
@@ -222,7 +225,7 @@ def write(
     before = tokenizer.truncation_side
     tokenizer.truncation_side = "left" if continues else before
     try:
-        ids = tokens(truncation=True, max_length=reads)
+        ids = tokens(truncation=True, max_length=reads + len(after))
     finally:
         tokenizer.truncation_side = before
     order = sorted(range(len(ids)), key=lambda number: len(ids[number]))

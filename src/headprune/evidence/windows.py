@@ -155,7 +155,7 @@ def sequence_of(
         PlanError: If the model takes none as long, or ``seq_len`` is too short.
     """
     most = most_tokens(net, tokenizer) or sys.maxsize
-    length = min(_SEQUENCE * window.size, most, seq_len or sys.maxsize)
+    length = min(_SEQUENCE * max(window.size, window.sinks), most, seq_len or sys.maxsize)
     if length <= window.size + window.sinks + 1:
         raise PlanError(
             f"Sequences of {length:,} tokens show nothing beyond a window of {window.size:,} and "

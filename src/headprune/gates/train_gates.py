@@ -41,6 +41,7 @@ from headprune.config import data as data_settings
 from headprune.context import Context
 from headprune.data.batches import Batches, batches, calibration
 from headprune.data.far import far_rows
+from headprune.data.read import digest_of_data
 from headprune.data.text import Sequences, evenly
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneError, PlanError
@@ -158,7 +159,8 @@ def train_gates(
         _refuse_to_shard(config)
     if not processes.is_main():
         context = context.without_progress()
-    run = Run.of(output, "train_gates", config, model=model, data=data)
+    digest = digest_of_data(data)
+    run = Run.of(output, "train_gates", config, model=model, data=data, data_sha256=digest)
     with claimed_run(output, run, [model, data], rerun):
         refuse_missing_reporter(config.report_to)
         refuse_unknown_kinds(config.attention)

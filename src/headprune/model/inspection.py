@@ -17,7 +17,8 @@ from headprune.model.batch import most_tokens, task_of
 from headprune.model.loading import from_pretrained, load_config
 from headprune.model.refusals import PACKED, quantised_by
 from headprune.model.units import default_unit, unit_sizes
-from headprune.runtime.modeling_headprune import Attention, no_windows
+from headprune.model.windows import no_windows
+from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.records import Window
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
@@ -223,10 +224,9 @@ def _caches(
         for share in (0.5, 0.25):
             fewer = {tokens: round(share * count) for tokens, count in whole.items()}
             caches.append(CacheSize(kv_heads=share, bytes=fewer))
-    row, interface = family.for_runtime(), net.is_backend_compatible()
-    free = [a for a in attentions if a.path in cache.per_token and a.path not in cache.windows]
-    free = [a for a in free if a.kv_heads and no_windows(a, row) is None]
-    if window is None and interface and free and task_of(net) == "causal-lm":
+    why_not = no_windows(net)
+    free = [a for a in attentions if a.kv_heads and why_not[a.path] is None]
+    if window is None and free and net.is_backend_compatible():
         offered = Window(size=cost.usual_window(cost.usual_context(net)))
         each = size * sum(cache.per_token[a.path] for a in free)
         for share in (0.5, 0.75):

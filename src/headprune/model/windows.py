@@ -169,12 +169,15 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
 
 def no_windows(model: PreTrainedModel) -> dict[str, str | None]:
     """Return why the KV heads of a module cannot have windows, by its path; None if they can."""
-    cache, row = KVCache.of(model), family_of(model.config).for_runtime()
+    cache, family = KVCache.of(model), family_of(model.config)
+    row = family.for_runtime()
     reasons = dict[str, str | None]()
     for attention in attention_of(model):
         why = modeling_headprune.no_windows(attention, row)
         if attention.path not in cache.per_token or task_of(model) != "causal-lm":
             why = "windows shorten the cache of causal language models, and it has none"
+        elif family.cached_width:
+            why = "its cache holds one latent for all heads"
         elif attention.path in cache.windows or attention.window_heads:
             why = "it has a window already"
         reasons[attention.path] = why

@@ -84,6 +84,11 @@ def cache_prices(
             "Give --keep or --max-params."
         )
     size, cache = dtype.itemsize, KVCache.of(model)
+    if cache.near:
+        raise PlanError(
+            "--max-kv-bytes: some KV heads have a window, and cost less than others. Remove heads "
+            "first, and give windows last."
+        )
     prices = []
     for attention in attentions:
         each = float(size * cache.kept(attention.path, context))

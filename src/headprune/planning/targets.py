@@ -108,13 +108,10 @@ def llama_cpp_refusal(net: PreTrainedModel) -> str | None:
     kind = config.model_type
     if kind not in ARCHES:
         return f"its model_type is {kind}, and GGUF is written of {', '.join(ARCHES)}."
-    if kind != "mistral" and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        if kind == "llama":
-            return (
-                "its layer_types name windows, which Llama's class ignores: write "
-                '"model_type": "ministral" for windows, or leave layer_types out.'
-            )
-        if (reason := no_layer_windows(config) or windows_refusal(config)) is not None:
+    types = getattr(config, "layer_types", None) or ()
+    if kind != "mistral" and "sliding_attention" in types:
+        reason = no_layer_windows(config) or windows_refusal(config)
+        if reason is not None:
             return reason
     if config.hidden_act != "silu":
         return f"its MLP has the activation {config.hidden_act}, and llama.cpp computes silu there."

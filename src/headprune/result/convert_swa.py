@@ -127,7 +127,9 @@ def propose_windows(
     """
     if config.targets:
         held = constraints_of(model.any_net, LayoutOption.PER_LAYER, config.targets)
-        held.refuse_windows(window_of(model.any_net, model.tokenizer, config.scoring).size)
+        window = scores.metadata.window if scores is not None else None
+        window = window or window_of(model.any_net, model.tokenizer, config.scoring)
+        held.refuse_windows(window.size)
     if scores is None:
         scores = window_scores(model, config.scoring, data, context)
     element = model.result_dtypes(config.out_dtype).default

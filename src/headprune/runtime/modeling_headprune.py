@@ -887,9 +887,11 @@ class SplitLayer(DynamicLayer):  # type: ignore[misc]  # transformers does not t
         """Take back some of the latest tokens: the number comes with a minus.
 
         Raises:
-            ValueError: If older keys would be needed.
+            ValueError: If it does not, or older keys would be needed.
         """
-        count = abs(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes back tokens by a number below 0, not {tokens_to_remove}.")
+        count = -tokens_to_remove
         if count > self.croppable and (self.length > self.latest or count > self.length):
             raise ValueError(
                 f"Window heads can take back {self.croppable} tokens, not {count}: older keys are "
@@ -982,6 +984,11 @@ def windows_attention(
     queries = split * (heads // key.shape[1])
     first = first_seen(attention_mask, query)
     if headprune_layer is None:
+        if key.shape[2] != new:
+            raise ValueError(
+                "Window heads met a cache that is not theirs: something calls the former class of "
+                "their module, such as a hook of accelerate."
+            )
         near, length = (key[:, split:], value[:, split:]), new
         full = (key[:, :split], value[:, :split]) if split else None
         at = torch.arange(new, device=key.device).expand(rows, -1)

@@ -26,7 +26,7 @@ from headprune.model.windows import Narrowed, no_windows, windowed
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import Attention, input_dim, layout_entry
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, check_heads, check_module
-from headprune.surgery.layer_windows import with_windows
+from headprune.surgery.layer_windows import no_layer_windows, with_windows
 from headprune.tensors.index_maps import IndexMap, projection_slices
 from headprune.tensors.units import Unit, members
 
@@ -380,8 +380,9 @@ def result_shape(cuts: Sequence[Cut], config: PreTrainedConfig) -> Shape:
     )
     native = family.native and not any(getattr(config, key, None) for key in family.native_unless)
     if any(cut.window_heads for cut in cuts):
+        window, every = window_of(cuts), len(cuts) == getattr(config, "num_hidden_layers", None)
         whole = untouched and all(cut.scale is None for cut in cuts) and windows_layers(cuts)
-        plain = whole and _layer_windows(cuts, config) is not None
+        plain = whole and every and window and no_layer_windows(config, window[0]) is None
         return Shape.NATIVE if plain else Shape.RUNTIME
     ragged = any(len(set(cut.group_sizes)) > 1 for cut in cuts)
     shared = any(max(cut.group_sizes, default=1) > 1 for cut in cuts)
@@ -400,22 +401,15 @@ def windows_layers(cuts: Sequence[Cut]) -> bool:
     return whole and window is not None and window[1] == 0
 
 
-def _layer_windows(cuts: Sequence[Cut], config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """Return the plain config of windows of whole layers; None if no class holds them."""
-    window = window_of(cuts)
-    if window is None or len(cuts) != getattr(config, "num_hidden_layers", None):
-        return None
-    layers = [layer for layer, cut in enumerate(cuts) if cut.window_heads]
-    return with_windows(config, layers, window[0])
-
-
 _STATE = ("training", "gradient_checkpointing", "generation_config")  # of a model in use
 
 
 def _write_layer_windows(model: PreTrainedModel, cuts: Sequence[Cut]) -> None:
     """Makes a model one of the class that holds its windows; no weight is touched."""
-    config, modules = _layer_windows(cuts, model.config), dict(model.named_modules())
-    assert config is not None
+    window, modules = window_of(cuts), dict(model.named_modules())
+    assert window is not None
+    layers = [layer for layer, cut in enumerate(cuts) if cut.window_heads]
+    config = with_windows(model.config, layers, window[0])
     same = without_weights(AutoModelForCausalLM._model_mapping[type(config)], config)
     for name, module in same.named_modules():
         if type(module).__module__.startswith("transformers.models."):

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 HELD_BY = {
     **dict.fromkeys(("llama", "mistral"), "ministral"),
     **{kind: kind for kind in ("ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3")},
-    **{kind: kind for kind in ("gemma2", "olmo3", "vaultgemma")},
+    **{kind: kind for kind in ("gemma2", "vaultgemma")},
 }
 """The model type that holds layers with a window and full ones, by the type of the original."""
 
@@ -42,6 +42,11 @@ def no_layer_windows(config: PreTrainedConfig, size: int | None = None) -> str |
             "a result that carries its code."
         )
     types = {*(getattr(config, "layer_types", None) or [])}
+    if kind == "llama" and _NEAR in types:
+        return (
+            "its layer_types name windows, which Llama's class ignores: write "
+            '"model_type": "ministral" for windows, or leave layer_types out.'
+        )
     if not types <= {_FULL, _NEAR}:
         return f"some of its layers are {', '.join(sorted(types - {_FULL, _NEAR}))}."
     if size == 1:
@@ -66,21 +71,14 @@ def no_layer_windows(config: PreTrainedConfig, size: int | None = None) -> str |
     return None
 
 
-def with_windows(
-    config: PreTrainedConfig, layers: Collection[int], size: int
-) -> PreTrainedConfig | None:
-    """Return the config of a model whose layers see the latest tokens only.
+def with_windows(config: PreTrainedConfig, layers: Collection[int], size: int) -> PreTrainedConfig:
+    """Return the config of a model whose layers see the latest tokens only, of a class that obeys.
 
     Args:
-        config: Its config.
+        config: Its config, for which ``no_layer_windows`` has no reason.
         layers: Numbers of these layers.
         size: Tokens that they see, with the current one.
-
-    Returns:
-        The config, of a class that obeys it; None if there is none.
     """
-    if no_layer_windows(config, size) is not None:
-        return None
     types = getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers
     settings = {name: v for name, v in config.to_dict().items() if name not in _OF_CLASS}
     if HELD_BY[config.model_type] != config.model_type:

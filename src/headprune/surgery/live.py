@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headprune.errors import PlanError
@@ -18,34 +20,55 @@ from headprune.schemas.plan import Plan, read_plan
 from headprune.surgery.cut import cut_heads, resolve
 
 _BEFORE = "headprune_before"
+_ABSENT = object()  # a setting that was not there
 _PARTS = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
 class _Before:
-    """A model before a plan: the class and attributes of its modules, and their settings."""
+    """Classes of modules, and what dictionaries of modules and of settings held."""
 
-    modules: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]]
-    configs: list[tuple[Any, dict[str, Any]]]
+    classes: list[tuple[nn.Module, type[nn.Module]]]
+    held: list[tuple[dict[str, Any], dict[str, Any]]]
+    settings: list[tuple[dict[str, Any], dict[str, Any]]]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> _Before:
-        modules = [(each, type(each), dict(vars(each))) for each in model.modules()]
-        for _, _, attributes in modules:
-            attributes |= {part: dict(attributes[part]) for part in _PARTS}
-        settings = (own.get(n) for _, _, own in modules for n in ("config", "generation_config"))
-        configs = {id(each): each for each in settings if each is not None}
-        return cls(modules, [(each, copy.deepcopy(vars(each))) for each in configs.values()])
+        modules = [*model.modules()]
+        places = [p for own in map(vars, modules) for p in (own, *(own[part] for part in _PARTS))]
+        given = (vars(m).get(n) for m in modules for n in ("config", "generation_config"))
+        configs = {id(each): each for each in given if each is not None}
+        # one config may hold another, which modules share
+        settings = [(vars(c), copy.deepcopy(vars(c), dict(configs))) for c in configs.values()]
+        return cls([(m, type(m)) for m in modules], [(p, dict(p)) for p in places], settings)
+
+    def changed(self) -> _Before:
+        """Return what is different by now: a model in use may change elsewhere."""
+        return _Before(
+            [(module, kind) for module, kind in self.classes if type(module) is not kind],
+            [(now, _differing(now, former, operator.is_not)) for now, former in self.held],
+            [(now, _differing(now, former, operator.ne)) for now, former in self.settings],
+        )
 
     def restore(self) -> None:
-        for module, kind, attributes in self.modules:
-            for name, now in module._parameters.items():
-                former = attributes["_parameters"].get(name)
-                if now is not None and former is not None:  # the model may have been moved
-                    former.data = former.data.to(now.device, now.dtype)
-            module.__class__, module.__dict__ = kind, attributes
-        for config, attributes in self.configs:
-            config.__dict__ = attributes
+        for module, kind in self.classes:
+            module.__class__ = kind
+        for place, former in (*self.held, *self.settings):
+            for name, value in former.items():
+                if value is _ABSENT:
+                    place.pop(name, None)
+                    continue
+                if isinstance(value, Tensor) and isinstance(now := place.get(name), Tensor):
+                    value.data = value.data.to(now.device, now.dtype)  # it may have been moved
+                place[name] = value
+
+
+def _differing(
+    now: dict[str, Any], former: dict[str, Any], differ: Callable[[Any, Any], bool]
+) -> dict[str, Any]:
+    names = {**former, **now}
+    old = {name: former.get(name, _ABSENT) for name in names}
+    return {name: value for name, value in old.items() if differ(now.get(name, _ABSENT), value)}
 
 
 def apply(model: PreTrainedModel, plan: Plan | str | Path) -> None:
@@ -73,13 +96,24 @@ def apply(model: PreTrainedModel, plan: Plan | str | Path) -> None:
             f"The plan merges KV heads of '{plan.merged[0]}', which changes weights: load the "
             "folder of that result."
         )
+    _refuse_hooks(model)
     cuts, before = resolve(plan, model, ragged=True), _Before.of(model)
     try:
         cut_heads(model, cuts)
     except BaseException:
-        before.restore()
+        before.changed().restore()
         raise
-    vars(model)[_BEFORE] = before
+    vars(model)[_BEFORE] = before.changed()
+
+
+def _refuse_hooks(model: PreTrainedModel) -> None:
+    """Raise PlanError if something calls a module's forward pass by its former class."""
+    for attention in attention_of(model):
+        if "forward" in vars(attention.module):
+            raise PlanError(
+                f"'{attention.path}' has a forward pass of its own, as accelerate gives it for "
+                "device_map. Load the model on one device, without offloading."
+            )
 
 
 def _refuse_other_weights(folder: Path) -> None:
@@ -97,7 +131,7 @@ def undo(model: PreTrainedModel) -> None:
     Raises:
         PlanError: If no plan was applied.
     """
-    before = vars(model).get(_BEFORE)
+    before = vars(model).pop(_BEFORE, None)
     if before is None:
         raise PlanError("No plan was applied to this model: headprune.apply(model, plan) does it.")
     before.restore()
