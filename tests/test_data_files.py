@@ -646,11 +646,12 @@ def test_columns_that_a_model_would_not_read_are_refused(llama_folder, tmp_path,
         )
     with pytest.raises(DataError, match="an example has two texts at most"):
         read_examples(DataConfig(source=str(file), text_column="q,a,b"))
-    compressed = ("compress", llama_folder, tmp_path / "c", *pairs, "--keep", "0.5")
+    named = ("--data", file, "--config", "text_column=q,a", "--keep", "0.5")
+    compressed = ("compress", llama_folder, tmp_path / "c", *named)
     refuses(capsys, "names pairs, and a language model reads single texts", *compressed)
     one = [llama_folder, report, *short, "--max-windows", 4, "--data", file, "--text-column"]
     succeeds(capsys, "evaluate", *one, "q")
-    written = ("--metric", "exact_match", "--max-new-tokens", 4, "--overwrite")
+    written = ("--metric", "exact_match", "--config", "max_new_tokens=4", "--overwrite")
     succeeds(capsys, "evaluate", *one, "q,a", *written)
 
 
