@@ -651,7 +651,7 @@ def test_columns_that_a_model_would_not_read_are_refused(llama_folder, tmp_path,
     refuses(capsys, "names pairs, and a language model reads single texts", *compressed)
     one = [llama_folder, report, *short, "--max-windows", 4, "--data", file, "--text-column"]
     succeeds(capsys, "evaluate", *one, "q")
-    written = ("--metric", "exact_match", "--config", "max_new_tokens=4", "--overwrite")
+    written = ("--metric", "exact_match", "--config", "max_new_tokens=4")
     succeeds(capsys, "evaluate", *one, "q,a", *written)
 
 
