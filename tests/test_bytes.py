@@ -101,7 +101,7 @@ def saved(net, of, folder):
 
 
 def found(folder, data, **settings):
-    fast = {"speed": False, "last_words": 0, "copying": 0, "resamples": 20, "batch_size": 3}
+    fast = {"speed": False, "last_words": 0, "resamples": 20, "batch_size": 3}
     report = headprune.evaluate(folder, data=data, **{**fast, **settings})
     return {one.name: one.value for one in report.model.metrics}["bits_per_byte"]
 

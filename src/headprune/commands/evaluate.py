@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from headprune.commands import options as o
 from headprune.commands.command import command
@@ -62,7 +62,6 @@ def evaluate(
     needle_keys: int = 4,
     last_words: int = 200,
     passage_words: int = 400,
-    copying: Literal[0] = 0,  # of repeated text nothing is measured
     max_new_tokens: int = 128,
     dtype: o.Dtype = "auto",
     seed: Seed = 0,

@@ -140,10 +140,6 @@ class Sequences:
             return self
         return replace(self, rows=self.rows.select(evenly(len(self.rows), count)))
 
-    def first(self) -> Batch:
-        """Return the first sequence alone."""
-        return self._batch(0, 1)
-
     def _batch(self, start: int, stop: int) -> Batch:
         rows = [self.rows[i] for i in range(start, min(stop, len(self.rows)))]
         return self.collate([cut(row, self.longest or sys.maxsize) for row in rows])
