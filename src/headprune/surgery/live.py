@@ -43,7 +43,7 @@ class _Before:
         return cls([(m, type(m)) for m in modules], [(p, dict(p)) for p in places], settings)
 
     def changed(self) -> _Before:
-        """Return what is different by now: a model in use may change elsewhere."""
+        """Return the entries that differ by now: a model in use may change elsewhere."""
         return _Before(
             [(module, kind) for module, kind in self.classes if type(module) is not kind],
             [(now, _differing(now, former, operator.is_not)) for now, former in self.held],
