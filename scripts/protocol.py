@@ -101,7 +101,7 @@ PASSAGES = 400
 FAR_WINDOWS, FAR = 10, 512  # windows of a long context, and the position that they count from
 NEEDLES = 40
 NEXT_WINDOWS, NEXT = 5, 512  # contexts of a text, and the tokens after each
-OURS = ("prune", "train_gates", "convert_gqa", "convert_mla", "convert_swa")
+OURS = ("prune", "train_gates", "convert_gqa", "convert_mla", "convert_swa", "compress")
 TOKENS, SEQ_LEN = 16_384, 512  # of calibration
 OWN = 64  # tokens of a sequence that a model writes; many end not much later
 
@@ -458,6 +458,8 @@ class Bench:
             if settings.get("merge") == "mean":
                 given = {}
             headprune.convert_gqa(self.model, out, **settings, **given)
+        elif row.method == "compress":
+            headprune.compress(self.model, out, **settings)  # on the text that comes with it
         elif row.method == "convert_swa":
             of_context: dict[str, Any] = {"seq_len": self.config.length}
             headprune.convert_swa(self.model, out, data=text, **settings, **of_context)

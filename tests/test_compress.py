@@ -783,3 +783,19 @@ def test_facts_far_back_are_measured_and_shown(tmp_path):
     assert made.choice.chosen.held_out_far_nats != made.choice.original.held_out_far_nats == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "nats of far answers" in card and f"{near.far_nats:+.3f}" in card
+
+
+def test_the_folders_of_several_shares_are_claimed_first(llama_folder, tmp_path, monkeypatch):
+    def none(*args, **kwargs):
+        raise AssertionError("work has begun")
+
+    monkeypatch.setattr("headprune.compression.compress.compress", none)
+    (tmp_path / "out" / "0.5").mkdir(parents=True)
+    (tmp_path / "out" / "0.5" / "mine.txt").touch()
+    with pytest.raises(HeadpruneError, match=r"0\.5' already exists"):
+        headprune.compress(llama_folder, tmp_path / "out", keep=(0.9, 0.5))
+    with pytest.raises(HeadpruneError, match="names a share twice"):
+        headprune.compress(llama_folder, tmp_path / "other", keep=(0.9, 0.5, 0.5))
+    with pytest.raises(AssertionError, match="work has begun"):
+        headprune.compress(llama_folder, tmp_path / "other", keep=(0.9, 0.6))
+    assert [*(tmp_path / "out").iterdir()] == [tmp_path / "out" / "0.5"]

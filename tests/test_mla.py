@@ -244,6 +244,10 @@ def test_a_result_is_in_bfloat16_and_heals(stored, text, tmp_path):
         tmp_path / "m", out, data=text, kv_bytes=240, heal_steps=40, **SMALL
     )
     assert isinstance(healed, Healed) and not (tmp_path / "out-unhealed").exists()
+    assert healed.pruned.manifest.done.seed == 0
+    other = {"data": text, "kv_bytes": 240, "heal_steps": 2, "seed": 7, **SMALL}
+    seeded = headprune.convert_mla(tmp_path / "m", tmp_path / "seeded", **other)
+    assert seeded.pruned.manifest.done.seed == 7
     assert healed.taken_after > 0
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ from headprune.config import ExportConfig
 from headprune.errors import HeadpruneError
 from headprune.formats.pad import FORMAT
 from headprune.formats.source import open_source
+from headprune.model.cost import model_cost
 from headprune.tensors.zero_heads import divisible
 from tests import tiny
 from tests.test_regularise import IDS, shaped
@@ -39,6 +40,16 @@ def test_the_fewest_heads_that_divide(group_sizes, by, counts):
         if query is not None:
             kv = kv_heads[place // size]
             assert kv is not None and starts[kv] <= query < starts[kv + 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bytes_are_those_of_the_file(dtype, tmp_path):
+    net = tiny.model("llama-gqa").to(dtype)
+    tiny.save(net, tmp_path / "m")
+    (said,) = headprune.pad(tmp_path / "m", tmp_path / "out", multiple_of=4).record.changes[-1:]
+    padded = headprune.from_pretrained(tmp_path / "out")
+    before, after = (model_cost(each).kv_cache_bytes for each in (net, padded))
+    assert f"KV cache: {before:,} bytes per token become {after:,}." in said
 
 
 @pytest.mark.parametrize("shape", ["ragged", "empty", "uneven", "whole"])

@@ -183,6 +183,14 @@ def test_code_that_comes_with_a_model_is_cut_with_it(tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert "with the code of its original" in card and "trust_remote_code=True" in card
     assert headprune.verify(tmp_path / "out", **remote).passed
+    assert headprune.verify(tmp_path / "out", against=folder, **remote).passed
+    for source, name in ((folder, "padded"), (tmp_path / "out", "served")):
+        if name == "padded":
+            headprune.pad(source, tmp_path / name, multiple_of=4, **remote)
+        else:
+            headprune.export(source, tmp_path / name, to="vllm", **remote)
+        assert (tmp_path / name / "modeling_own.py").exists()
+        headprune.from_pretrained(tmp_path / name, **remote)
     tiny.save(tiny.model("llama-gqa"), tmp_path / "llama")
     wanted = headprune.prune(tmp_path / "llama", tmp_path / "plain", plan=tmp_path / "plan.json")
     ids = torch.tensor([[5, 6, 7, 8]])

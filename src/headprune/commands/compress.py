@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -118,14 +119,20 @@ def compress(
     call = locals()
     configs = [build(CompressConfig, call, keep=share) for share in shares]
     from headprune.compression.compress import compress
+    from headprune.io.outputs import claimed
 
     shared = DataConfig(source="", text_column=text_column, label_column=label_column)
     texts = data_configs(domains(data), shared)
     several = len(configs) > 1
-    points = []
-    for config in configs:
-        folder = None if dry_run or output is None else Path(output)
-        if folder is not None and several:
-            folder = folder / f"{config.keep:g}"
-        points.append(compress(str(model), folder, config, texts, overwrite, context))
+    out = None if dry_run or output is None else Path(output)
+    folders = [out and (out / f"{c.keep:g}" if several else out) for c in configs]
+    if out is not None and len({*folders}) < len(folders):
+        raise HeadpruneError(f"--keep {','.join(map(str, shares))} names a share twice.")
+    with ExitStack() as claims:  # all of them before hours of work
+        for folder in filter(None, folders):
+            claims.enter_context(claimed(folder, overwrite))
+        points = [
+            compress(str(model), folder, config, texts, overwrite, context)
+            for folder, config in zip(folders, configs, strict=True)
+        ]
     return Curve(tuple(points)) if several else points[0]

@@ -67,5 +67,5 @@ def convert_mla(
             context.line(change, True)
         return ()
 
-    healing = HealConfig(steps=heal_steps)
+    healing = HealConfig(steps=heal_steps, seed=seed)
     return make_and_heal(make, model, text, Path(output), healing, overwrite, context)

@@ -27,7 +27,6 @@ def _show(console: Console, result: Pruned, values: Mapping[str, Any]) -> None:
 @command(
     Panel.CUT,
     _show,
-    as_json=lambda result: result.manifest.model_dump_json(indent=2),
     config=False,
     warnings=lambda result: result.warnings,
 )

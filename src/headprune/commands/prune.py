@@ -119,9 +119,9 @@ def prune(
     text_column: str | None = None,
     calibration_tokens: Tokens | None = None,
     seq_len: Length | None = None,
-    batch_size: PositiveInt = 4,
+    batch_size: PositiveInt | None = None,
     dtype: o.Dtype = "auto",
-    seed: Seed = 0,
+    seed: Seed | None = None,
     out_dtype: o.Dtype = "auto",
     proof: Literal["auto", "outputs", "tensors"] = "auto",
     max_shard_size: ShardSize = "50GB",
@@ -145,8 +145,8 @@ def prune(
         return preview(model, request, Dtype(dtype), save_plan, overwrite, context)
     text, calibration = _refit(refit, text_column, scores, criterion, keep, context)
     sample = {"text_column": text_column, "calibration_tokens": calibration_tokens}
-    sample |= {"seq_len": seq_len, "batch_size": batch_size != 4, "seed": seed}
-    if text is None and (idle := [name for name, value in sample.items() if value]):
+    sample |= {"seq_len": seq_len, "batch_size": batch_size, "seed": seed}
+    if text is None and (idle := [name for name, value in sample.items() if value is not None]):
         raise HeadpruneError(
             f"{idle[0]} has no effect, as W_O is not refitted: give --refit DATA, or leave it out."
         )
@@ -155,6 +155,8 @@ def prune(
         locals(),
         calibration_tokens=calibration_tokens or calibration.calibration_tokens,
         seq_len=seq_len or calibration.seq_len,
+        batch_size=batch_size or calibration.batch_size,
+        seed=calibration.seed if seed is None else seed,
     )
     writing = build(Writing, locals())
     if context.provenance is not None and text is not None:

@@ -12,7 +12,7 @@ from headprune.io.folders import copy_companions
 from headprune.io.parsing import read_json
 from headprune.io.shards import write_shards
 from headprune.model.config_file import CONFIG, with_older_rope, write_config
-from headprune.model.loading import uneven_heads_are_known
+from headprune.model.loading import remote_code, uneven_heads_are_known
 from headprune.runtime import RUNTIME, modeling_headprune
 
 OnStep = Callable[..., None]
@@ -26,6 +26,8 @@ def write_checkpoint(source: ExportSource, folder: Path, on_step: OnStep) -> Non
         write_config(source.config, folder, source.folder / CONFIG)
     if getattr(source.config, "headprune", None) is not None:
         shutil.copyfile(modeling_headprune.__file__, folder / RUNTIME)
+    for file in remote_code(source.config):
+        shutil.copyfile(file, folder / file.name)
     copy_companions(source.folder, folder)
     pieces, _ = source.on_disk()
     write_shards(pieces, folder, source.net.num_parameters(), on_tensor=on_step)

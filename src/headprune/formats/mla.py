@@ -31,7 +31,7 @@ from headprune.formats.checkpoint import OnStep
 from headprune.formats.export import Exported, export_as
 from headprune.formats.format import ExportProof, Format
 from headprune.formats.source import ExportSource, open_source
-from headprune.io.folders import copy_companions
+from headprune.io.folders import copy_companions, source_folder
 from headprune.io.outputs import claimed, place_of
 from headprune.model.attention import attention_of
 from headprune.model.config_file import write_config
@@ -41,7 +41,7 @@ from headprune.model.loading import load_config, load_tokenizer, task_of
 from headprune.model.open import open_model
 from headprune.model.placement import alone_on_device, move_to_device
 from headprune.model.probes import probe, probe_inputs
-from headprune.model.stored import fetch_weights, find_file
+from headprune.model.stored import fetch_weights
 from headprune.proof.equivalence import difference
 from headprune.runtime.modeling_headprune import Attention
 from headprune.surgery.latent import (
@@ -308,18 +308,10 @@ def convert_mla(
     )
     as_export = ExportConfig(to="mla")
     with claimed(output, overwrite, (place_of(model), place_of(data))):
-        folder = _in_a_folder(model)
+        load_config(model)  # names a wrong id
+        fetch_weights(model)
+        folder = source_folder(model)
         return export_as(form, "convert-mla", folder, output, as_export, overwrite, context)
-
-
-def _in_a_folder(model: str | Path) -> str | Path:
-    """Return the folder of a model; one of the hub is brought into the cache."""
-    if Path(model).is_dir():
-        return model
-    load_tokenizer(model, load_config(model))
-    fetch_weights(model)
-    config = find_file(model, "config.json")
-    return model if config is None else config.parent
 
 
 class _LatentFormat:

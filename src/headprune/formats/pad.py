@@ -20,7 +20,8 @@ from headprune.formats.regularise import entry, moved
 from headprune.formats.source import ExportSource, open_source
 from headprune.formats.vllm import read_back
 from headprune.model.attention import family_of
-from headprune.model.cost import model_cost
+from headprune.model.cost import KVCache, model_cost
+from headprune.model.stored import commonest_dtype, stored_tensors
 from headprune.planning.targets import zero_heads_refusal
 from headprune.render.blocks import at_context
 from headprune.runtime.modeling_headprune import Attention
@@ -102,9 +103,13 @@ def _said(source: ExportSource, regular: ExportSource, every: Sequence[Padded]) 
             f"{before} query heads become {after}, {kv_before} KV heads {kv_after} ({how})."
         )
     old, new = model_cost(source.net), model_cost(regular.net)
+    size = (commonest_dtype(stored_tensors(source.folder)) or source.net.dtype).itemsize
+    bytes_of = (
+        size * KVCache.of(each.net).elements(old.kv_cache_tokens) for each in (source, regular)
+    )
     lines.append(
-        f"KV cache: {old.kv_cache_bytes:,} bytes {at_context(old.kv_cache_tokens)} become "
-        f"{new.kv_cache_bytes:,}. Parameters: {old.parameters:,} become {new.parameters:,}."
+        f"KV cache: {next(bytes_of):,} bytes {at_context(old.kv_cache_tokens)} become "
+        f"{next(bytes_of):,}. Parameters: {old.parameters:,} become {new.parameters:,}."
     )
     return lines
 

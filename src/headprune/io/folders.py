@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+
 from headprune.errors import CheckpointError
+from headprune.io import hub
 from headprune.io.writing import is_there
 
 # Files of tokenizers, processors and generation, with code (never run); adapters of languages;
@@ -33,6 +36,15 @@ COMPANIONS = (
 
 
 _AT_ONCE = 4  # files to hash at once: more wait for the disk
+
+
+def source_folder(model: str | Path) -> Path:
+    """Return the folder of a model; settings and companions of one of the hub are brought there."""
+    if Path(model).is_dir():
+        return Path(model)
+    with hub.asked_once(model):
+        patterns = ["*.json", "README.md", *COMPANIONS]
+        return Path(snapshot_download(str(model), allow_patterns=patterns))
 
 
 def refuse_links(folder: str | Path) -> None:

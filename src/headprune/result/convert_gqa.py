@@ -66,7 +66,7 @@ class Converted(ModelFolder):
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
-        return self.pruned.manifest.model_dump(mode="json")
+        return self.pruned.as_json()
 
 
 @dataclass(frozen=True)

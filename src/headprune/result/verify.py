@@ -20,7 +20,7 @@ from headprune import devices
 from headprune.config import Dtype
 from headprune.context import Allowed
 from headprune.errors import CheckpointError, HeadpruneError, PlanError, ProofError
-from headprune.io.folders import sha256_of
+from headprune.io.folders import sha256_of, source_folder
 from headprune.io.markup import sentence
 from headprune.io.parsing import read_json
 from headprune.model import probes
@@ -34,7 +34,7 @@ from headprune.model.residency import residency_of
 from headprune.model.skeleton import below_base
 from headprune.model.stored import stored_dtypes, stored_tensors
 from headprune.proof import equivalence, left_alone, tensors
-from headprune.result.write import cut_again, source_folder
+from headprune.result.write import cut_again
 from headprune.runtime import MANIFEST, RUNTIME, modeling_headprune
 from headprune.schemas.manifest import Manifest, contents, read_manifest
 from headprune.schemas.plan import Shape, read_plan
@@ -107,7 +107,8 @@ def verify(
     """
     manifest = read_manifest(folder)
     if against is not None and manifest.changed_weights is not None:
-        _refuse_stranger(folder, manifest, against)  # no outputs are compared that would tell
+        # no outputs are compared that would tell
+        _refuse_stranger(folder, manifest, against, trust_remote_code)
     on_stage("hashing the files")
     checks = [_files(folder, manifest)]
     if manifest.proof is None or manifest.probe is None:
@@ -156,7 +157,8 @@ def verify(
         not_run = " ".join(filter(None, [not_run, said]))
     elif against is not None and probed is not None:
         on_stage("gating the model it was made from")
-        checks.append(_against(folder, manifest, against, probed.outputs, dtype, stored.positions))
+        of_outputs = (probed.outputs, dtype, stored.positions, trust_remote_code)
+        checks.append(_against(folder, manifest, against, *of_outputs))
     if against is not None and probed is not None:
         on_stage("comparing tensors")
         checks += _left_alone(folder, manifest, against, trust_remote_code)
@@ -239,14 +241,17 @@ def _refuse_ancestor(
     )
 
 
-def _refuse_stranger(folder: Path, manifest: Manifest, against: str | Path) -> None:
+def _refuse_stranger(
+    folder: Path, manifest: Manifest, against: str | Path, trust_remote_code: bool
+) -> None:
     """Refuses a model that the folder was not made from, in any of its steps.
 
     Raises:
         CheckpointError: If there is no such model.
         PlanError: Naming the model that it was made from.
     """
-    base = from_pretrained(against, drop_unexpected=True, weights=False)
+    allowed = {"trust_remote_code": trust_remote_code, "drop_unexpected": True}
+    base = from_pretrained(against, weights=False, **allowed)
     asked, steps = identity(base, against).fingerprint, [step.source for step in manifest.steps]
     if asked in (step.fingerprint for step in steps):
         return
@@ -335,7 +340,8 @@ def _left_alone(
     options = manifest.provenance.options if manifest.provenance else {}
     dtype = Dtype(options.get("dtype", "auto"))
     packed = manifest.proof is None
-    original = open_model(against, dtype, Allowed(drop_unexpected=True), packed=packed)
+    allowed = Allowed(trust_remote_code, drop_unexpected=True)
+    original = open_model(against, dtype, allowed, packed=packed)
     if manifest.changed_weights is None:
         _refuse_ancestor(folder, manifest, against, original.any_net)
         wanted = f"The heads in '{folder}'"
@@ -377,9 +383,11 @@ def _against(
     outputs: Outputs,
     dtype: torch.dtype,
     positions: int,
+    trust_remote_code: bool,
 ) -> Check:
     # what no class takes is in neither: outputs are compared
-    base = move_to_device(read_model(against, dtype, Allowed(drop_unexpected=True)).weighted())
+    allowed = Allowed(trust_remote_code, drop_unexpected=True)
+    base = move_to_device(read_model(against, dtype, allowed).weighted())
     _refuse_ancestor(folder, manifest, against, base)
     cuts = fold_gates(resolve(read_plan(folder / "plan.json", {}), base, ragged=True))
     stored_dtypes(base, stored_tensors(folder)).round(base)

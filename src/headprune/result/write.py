@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -21,8 +20,7 @@ from headprune import memory
 from headprune.config import ProofOption, Writing
 from headprune.context import Context
 from headprune.errors import CheckpointError, PlanError
-from headprune.io import hub
-from headprune.io.folders import COMPANIONS, copy_companions, hashing
+from headprune.io.folders import copy_companions, hashing, source_folder
 from headprune.io.outputs import whole_folder
 from headprune.io.shards import Piece, write_shards
 from headprune.model import probes
@@ -41,7 +39,6 @@ from headprune.result.card import inherit_metadata, write_card
 from headprune.result.engines import engines_of
 from headprune.result.folder import ModelFolder
 from headprune.schemas.manifest import (
-    CARD,
     HISTORY,
     NO_ID,
     LineageStep,
@@ -563,13 +560,6 @@ def _refuse_unprovable(net: PreTrainedModel, plan: Plan) -> None:
         is not None
     ):
         equivalence.expect(net, cuts).refuse_inconclusive()
-
-
-def source_folder(model: str | Path) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    with hub.asked_once(model):
-        return Path(snapshot_download(str(model), allow_patterns=["*.json", CARD, *COMPANIONS]))
 
 
 def _bytes_wide(model: Model) -> float:
