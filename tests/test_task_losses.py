@@ -258,7 +258,7 @@ def test_labels_are_names_or_numbers_by_the_whole_column(kind, names, column, nu
     several = [json.dumps([label]) for label in column]
     rows = column if kind == "classes" else several
     if numbers is None and (kind == "classes" or "a " not in column):
-        with pytest.raises(DataError, match="none of the model's labels .* in row [01] "):
+        with pytest.raises(DataError, match="none of the model's labels"):
             make(net, rows)
     elif numbers is not None:
         read = make(net, rows)
@@ -298,7 +298,7 @@ def test_several_labels_are_written_in_several_ways(tmp_path):
 
     for written in ("LABEL_0,LABEL_2", "0, 2", '["LABEL_0", "LABEL_2"]', "[1.0, 0.0, 1.0]"):
         assert read(written, "", "[]") == [[1.0, 0.0, 1.0], [0.0] * 3, [0.0] * 3]
-    with pytest.raises(DataError, match="'LABEL_7' is none of the model's labels .* in row 1"):
+    with pytest.raises(DataError, match="'LABEL_7' is none of the model's labels"):
         read("1", "0,LABEL_7")
     with pytest.raises(DataError, match="gives 2 numbers"):
         label_reader(classifier(num_labels=2, problem_type="regression"), ["1"])
