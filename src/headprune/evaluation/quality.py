@@ -6,7 +6,7 @@ Every value belongs to one sequence or example and does not depend on the batch 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress, pairwise, repeat
 from typing import Any, NamedTuple, cast
@@ -26,7 +26,7 @@ from headprune.data.text import Collate, lengths
 from headprune.data.tokens import BYTES, around
 from headprune.errors import DataError
 from headprune.evaluation.metrics import Floats, in_k
-from headprune.model.batch import Batch, padded, padding_id, without_labels
+from headprune.model.batch import Batch, own_padding_id, padded, padding_id, without_labels
 from headprune.model.embedding import embedding
 from headprune.model.placement import input_device, on_device
 
@@ -178,6 +178,8 @@ def logits(run: Pass) -> Floats:
     Raises:
         DataError: If a row has no tokens, or its logits are not finite; names the row.
     """
+    if run.collate is None and own_padding_id(run.net.config) is None:
+        run = replace(run, batch_size=1)  # decoders look for the last token that is no padding
     found = torch.cat([run.scores(batch) for batch in run.inputs()])
     return _finite(found, "output for row").double().numpy()
 
