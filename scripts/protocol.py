@@ -519,6 +519,8 @@ class Prefilled(Far):
         """Make a row's model, or return the original for a press."""
         if row.method != "kvpress":
             return super().make(row, more, sample)
+        if "KVPRESS_PYTHON" not in os.environ:
+            raise ProtocolError(f"'{row.name}' needs KVPRESS_PYTHON, an interpreter with kvpress.")
         net = from_pretrained(self.model, dtype="float32")
         return Made(net, press={**row.settings, **more, "sample": sample})
 
