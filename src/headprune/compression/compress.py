@@ -398,9 +398,8 @@ def _refuse_unfit(task: Task, data: Sequence[DataConfig], metric: str | None) ->
             f"--metric {metric} is of written text, and this model ({task}) writes none. Leave it "
             "out."
         )
-    for one in data:
-        if metric is None:
-            refuse_pairs(task, one)
+    for one in data if metric is None else ():
+        refuse_pairs(task, one)
     if task == "seq2seq-lm" and not (data and all(one.pairs for one in data)):
         raise DataError(
             "An encoder-decoder is compressed on pairs: give --data and --text-column "

@@ -104,12 +104,11 @@ def _said(source: ExportSource, regular: ExportSource, every: Sequence[Padded]) 
         )
     old, new = model_cost(source.net), model_cost(regular.net)
     size = (commonest_dtype(stored_tensors(source.folder)) or source.net.dtype).itemsize
-    bytes_of = (
-        size * KVCache.of(each.net).elements(old.kv_cache_tokens) for each in (source, regular)
-    )
+    tokens = old.kv_cache_tokens
+    cached = [size * KVCache.of(each.net).elements(tokens) for each in (source, regular)]
     lines.append(
-        f"KV cache: {next(bytes_of):,} bytes {at_context(old.kv_cache_tokens)} become "
-        f"{next(bytes_of):,}. Parameters: {old.parameters:,} become {new.parameters:,}."
+        f"KV cache: {cached[0]:,} bytes {at_context(tokens)} become {cached[1]:,}. "
+        f"Parameters: {old.parameters:,} become {new.parameters:,}."
     )
     return lines
 
