@@ -15,13 +15,13 @@ mean over their predicted tokens. Tasks are run by lm-eval on files that are mad
 word of a passage, and its last sentence among four. Weights are cut in float32, and measured in
 bfloat16, as is the original; in float32, and on some windows, where a config says so.
 
-``measure: far`` is of long contexts, in float32: the perplexity of positions after the first 512 in
-windows of ``length`` tokens; the share of needles found (40, beyond the window of any row) and the
-loss of their digits; the bytes of the KV cache of such a context in 16 bits.
+``measure: far`` is of long contexts: the perplexity of positions after the first 512 in windows of
+``length`` tokens; the share of needles found (40, beyond the window of any row) and the loss of
+their digits; the bytes of the KV cache of such a context in 16 bits.
 
-``measure: prefilled`` is of caches that get smaller once a context is read, as those of kvpress do:
-the perplexity of 512 tokens after a context, and needles whose question comes after it. Rows of
-kvpress run by the interpreter that KVPRESS_PYTHON names.
+``measure: prefilled`` is of caches that get smaller once a context is read, as those of kvpress do,
+in float32: the perplexity of 512 tokens after a context, and needles whose question comes after it.
+Rows of kvpress run by the interpreter that KVPRESS_PYTHON names.
 
 ``measure: similarity`` is of encoders: the correlation of the similarities of sentences with those
 of the original, on pairs of STSb dev. ``measure: own_text`` is of causal models without a
@@ -476,16 +476,15 @@ class Far(Bench):
 
     def publish(self, made: Made, short: bool) -> dict[str, float]:
         """Return perplexity beyond the first tokens, needles, and bytes of the cache."""
-        net = made.net.float().eval()
-        hits, nats = answered(net, [needle.row for needle in self._needles], 1)
-        bytes_of = KVCache.of(net).elements(self.config.length) * 2
-        return {
-            "wikitext2_far": math.exp(self.far(net, self.wikitext)),
-            "brown_far": math.exp(self.far(net, self.brown)),
-            "needles": float(hits.mean()),
-            "needle_nats": float(nats.mean()),
-            "kv_bytes": bytes_of,
-        }
+        with _measured(made, self.config.dtype) as net:
+            hits, nats = answered(net, [needle.row for needle in self._needles], 1)
+            return {
+                "wikitext2_far": math.exp(self.far(net, self.wikitext)),
+                "brown_far": math.exp(self.far(net, self.brown)),
+                "needles": float(hits.mean()),
+                "needle_nats": float(nats.mean()),
+                "kv_bytes": KVCache.of(net).elements(self.config.length) * 2,
+            }
 
     def far(self, net: PreTrainedModel, text: str) -> float:
         """Return the mean loss of tokens after the first 512 of long windows."""

@@ -57,6 +57,7 @@ from tests.marks import slow_unless
 from tests.test_cli import refuses, run
 from tests.test_last_words import passage_text, tokenizer
 
+OTHERS = CANDIDATES[1:]  # than windows, which end the search where they lose little
 SMALL = {"seq_len": 16, "calibration_tokens": 256, "held_out_tokens": 128}
 
 
@@ -79,7 +80,7 @@ def test_the_best_on_held_out_text_is_taken(llama_folder, data, tmp_path):
     choice, manifest = result.choice, read_manifest(tmp_path / "out")
     assert manifest.choice == choice and manifest.id == result.pruned.manifest.id
     choosing = [one.chosen_by for one in choice.contenders]
-    assert len(choosing) == 2 and choosing == sorted(choosing) and not choice.failed
+    assert len(choosing) == 2 and choosing == sorted(choosing) and not choice.left_out
     # the other half chose nothing, and is of the chosen one alone
     assert [one.held_out is None for one in choice.contenders] == [False, True]
     assert choice.chosen.held_out != choice.chosen.chosen_by
@@ -149,7 +150,7 @@ def test_a_layer_is_left_without_heads_where_the_goal_leaves_no_choice(
     row = [each for each in CANDIDATES if each.name == name]
     monkeypatch.setattr(candidates, "CANDIDATES", row)
     out = tmp_path / "out"
-    assert not compressed(tmp_path / "model", data, out, keep=keep).choice.failed
+    assert not compressed(tmp_path / "model", data, out, keep=keep).choice.left_out
     counts = [attention.kv_heads for attention in attention_of(from_pretrained(out))]
     assert (0 in counts, sum(counts)) == (empty, round(12 * keep))
 
@@ -215,7 +216,7 @@ def test_lengths_follow_the_text_and_what_is_seen_the_candidate(
 def test_a_refit_that_does_not_help_brings_in_the_fallback(
     encoder, sentences, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[2:4])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[2:4])
     result = compressed(encoder, sentences, tmp_path / "sound", keep=0.75)
     sound, unseen = result.choice, result.unseen_beyond
     assert unseen is None  # it generates nothing
@@ -240,7 +241,7 @@ def test_a_refit_that_does_not_help_brings_in_the_fallback(
 @pytest.mark.parametrize("learning_rate", [1e-3, 100.0])
 def test_healing_is_kept_only_if_it_helps(learning_rate, encoder, sentences, tmp_path, monkeypatch):
     healing = HealConfig(steps=30, seq_len=16, learning_rate=learning_rate)
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[3:4])
     monkeypatch.setattr(_Compression, "_healing", lambda self: healing)
     result = compressed(encoder, sentences, tmp_path / "out", keep=0.75, heal_steps=30)
     names = [one.name for one in result.choice.contenders]
@@ -251,7 +252,7 @@ def test_healing_is_kept_only_if_it_helps(learning_rate, encoder, sentences, tmp
         assert result.choice.contenders[0].chosen_by >= result.choice.contenders[1].chosen_by
     else:
         assert names == ["heads, fisher"]
-        assert list(result.choice.failed) == ["heads, fisher, healed 30 steps"]
+        assert list(result.choice.left_out) == ["heads, fisher, healed 30 steps"]
         assert done == ["pruning"]
     left = {p.name for p in tmp_path.iterdir()}
     assert left == {"encoder", "sentences.txt", "out"}
@@ -281,7 +282,7 @@ def test_healing_that_breaks_down_leaves_the_best_unhealed(
     def broken(*arguments, **settings):
         raise error
 
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[3:4])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[3:4])
     monkeypatch.setattr("headprune.compression.compress.heal", broken)
     if told is None:  # whatever it is, it is not healing's alone
         with pytest.raises(RuntimeError, match="something else"):
@@ -289,7 +290,7 @@ def test_healing_that_breaks_down_leaves_the_best_unhealed(
         return
     choice = compressed(encoder, sentences, tmp_path / "out", keep=0.5, heal_steps=3).choice
     assert choice.chosen.name == "heads, fisher"
-    ((name, why),) = choice.failed.items()
+    ((name, why),) = choice.left_out.items()
     assert name == "heads, fisher, healed 3 steps" and why.startswith(told)
 
 
@@ -300,11 +301,11 @@ def test_a_candidate_that_needs_too_much_memory_is_left_out(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(ShareKvHeads, "make", greedy)
-    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[4], CANDIDATES[1]))
+    monkeypatch.setattr(candidates, "CANDIDATES", (OTHERS[4], OTHERS[1]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
-    assert choice.failed == {"KV heads merged or removed, by layer": "cpu ran out of memory."}
+    assert choice.left_out == {"KV heads merged or removed, by layer": "cpu ran out of memory."}
     assert choice.chosen.name == "KV groups, fisher"
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[4:5])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[4:5])
     with pytest.raises(HeadpruneError, match="ran out of memory while"):
         compressed(llama_folder, data, tmp_path / "none", keep=0.5)
 
@@ -320,17 +321,17 @@ def test_scores_that_take_too_much_memory_together_are_made_alone(
         return scores_on(model, config, *others, **settings)
 
     monkeypatch.setattr(candidates, "scores_on", greedy)
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:2])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[:2])
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert {one.name.split(",")[1] for one in choice.contenders} == {" fisher"}
-    assert choice.failed and set(choice.failed.values()) == {"cpu ran out of memory."}
-    assert all("compensated" in name for name in choice.failed)
+    assert choice.left_out and set(choice.left_out.values()) == {"cpu ran out of memory."}
+    assert all("compensated" in name for name in choice.left_out)
 
 
 def test_the_card_of_a_healed_result_tells_of_the_original(
     llama_folder, data, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[1:2])
     result = compressed(llama_folder, data, tmp_path / "out", keep=0.5, heal_steps=30)
     first, last = result.pruned.manifest.steps
     assert (first.done.kind, last.done.kind) == ("pruning", "healing")
@@ -355,7 +356,7 @@ def test_a_criterion_that_cannot_be_had_leaves_the_others(data, tmp_path):
     model = tiny.save(tiny.model("albert"), tmp_path / "albert")
     choice = compressed(model, data, tmp_path / "out", keep=0.5).choice
     assert choice.chosen.name == "heads, fisher"
-    assert all("compensated" in name or "refit" in name for name in choice.failed)
+    assert all("compensated" in name or "refit" in name for name in choice.left_out)
 
 
 @pytest.mark.parametrize(
@@ -455,7 +456,7 @@ def test_no_model_over_the_bytes_that_were_asked_for_is_taken(
     choice = compressed(llama_folder, data, tmp_path / "out", **asked).choice
     sizes = [one.kv_cache_bytes for one in choice.contenders]
     assert sizes and max(sizes) <= 160
-    assert "bytes of KV cache per token, and 160 were asked for" in str(choice.failed)
+    assert "bytes of KV cache per token, and 160 were asked for" in str(choice.left_out)
     over = [one for one in CANDIDATES if isinstance(one.way, ShareKvHeads)]
     monkeypatch.setattr(candidates, "CANDIDATES", tuple(over))
     with pytest.raises(PlanError, match="No candidate comes to the goal.* and 160 were asked for"):
@@ -523,7 +524,7 @@ def test_merges_are_offered_every_kv_head_that_fits():
 @pytest.mark.parametrize(("dtype", "out_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_bytes_of_cache_are_those_of_the_result(dtype, out_dtype, data, tmp_path, monkeypatch):
     """A budget for 9 of 12 KV heads in the result's element type leaves 9, not 4 and not 12."""
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[1:2])
     folder = tiny.save(tiny.model("llama-gqa", getattr(torch, dtype)), tmp_path / "m")
     head = 2 * 10 * getattr(torch, out_dtype).itemsize
     asked = {"max_kv_bytes": 9 * head, "out_dtype": out_dtype}
@@ -542,7 +543,7 @@ def test_bytes_of_cache_are_those_of_the_result(dtype, out_dtype, data, tmp_path
 def test_a_candidate_whose_outputs_are_not_finite_is_left_out(
     llama_folder, data, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:2])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[:2])
     task, calls = TASKS["causal-lm"], []
 
     def breaking(run):
@@ -553,7 +554,7 @@ def test_a_candidate_whose_outputs_are_not_finite_is_left_out(
 
     monkeypatch.setitem(TASKS, "causal-lm", replace(task, outputs=breaking))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
-    assert list(choice.failed.values()) == ["The loss of sequence 0 is nan."]
+    assert list(choice.left_out.values()) == ["The loss of sequence 0 is nan."]
     assert [one.name for one in choice.contenders] == ["KV groups, fisher"]
 
 
@@ -561,7 +562,7 @@ def test_a_name_says_that_a_refit_was_left_out(llama_folder, data, tmp_path, mon
     def leaving(*arguments):
         return JudgedRefit(None, RefitWorth(measure="m", tokens=1, without=1, refitted=2))
 
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:1])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[:1])
     monkeypatch.setattr("headprune.result.prune.judged_refit", leaving)
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
     assert choice.chosen.name == "KV groups, compensated, refit (left out)"
@@ -598,11 +599,11 @@ def test_what_is_not_possible_is_said_and_left_out(llama_folder, data, tmp_path,
         raise PlanError("It cannot be merged.")
 
     monkeypatch.setattr(ShareKvHeads, "make", refusing)
-    monkeypatch.setattr(candidates, "CANDIDATES", (CANDIDATES[4], CANDIDATES[1]))
+    monkeypatch.setattr(candidates, "CANDIDATES", (OTHERS[4], OTHERS[1]))
     choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
-    assert choice.failed == {"KV heads merged or removed, by layer": "It cannot be merged."}
+    assert choice.left_out == {"KV heads merged or removed, by layer": "It cannot be merged."}
     assert [one.name for one in choice.contenders] == ["KV groups, fisher"]
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[4:5])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[4:5])
     with pytest.raises(PlanError, match="It cannot be merged"):
         compressed(llama_folder, data, tmp_path / "none", keep=0.5)
     assert not (tmp_path / "none").exists()
@@ -634,7 +635,7 @@ def bytes_model(folder):
 
 
 def test_without_data_the_text_that_ships_is_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[:1])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[:1])
     model = bytes_model(tmp_path / "model")
     result = compressed(model, [], tmp_path / "out", keep=0.75, heal_steps=2)
     texts_of = set(result.choice.original.by_text)
@@ -675,7 +676,7 @@ def test_which_candidates_apply_follows_from_the_goal():
 
 
 def test_a_manifest_is_amended_without_a_new_id(llama_folder, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(candidates, "CANDIDATES", CANDIDATES[1:2])
+    monkeypatch.setattr(candidates, "CANDIDATES", OTHERS[1:2])
     result = compressed(llama_folder, data, tmp_path / "out", keep=0.5)
     before = read_manifest(tmp_path / "out")
     amended = amend_manifest(tmp_path / "out", choice=None)
@@ -710,19 +711,26 @@ def long_reader(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("targets", [(), ("anywhere",)])
-def test_a_budget_at_a_context(long_reader, tmp_path, targets):
-    """Windows meet it, beside fewer heads, and are judged on sequences that are longer."""
+@pytest.mark.parametrize(("targets", "enough"), [((), 0.05), (("anywhere",), -0.9)])
+def test_a_budget_at_a_context(targets, enough, long_reader, tmp_path, monkeypatch):
+    """Windows are judged on longer sequences; where they lose little, nothing else is made."""
+    first = replace(CANDIDATES[0], enough=enough)
+    monkeypatch.setattr(candidates, "CANDIDATES", (first, *OTHERS))
     budget = 500_000  # of 983,040
     how = {"max_kv_bytes": budget, "context_tokens": 1024, "data": long_reader / "text.txt"}
     made = headprune.compress(long_reader / "m", tmp_path / "out", targets=targets, **how)
     sizes = {one.name: one.kv_cache_bytes for one in made.choice.contenders}
     assert any("windows of 256 tokens" in name for name in sizes)
-    assert len(sizes) > 1 and max(sizes.values()) <= budget
+    others = set(made.choice.left_out.values())
+    if enough > 0:
+        assert len(sizes) == 1 and others == {"windows lose less than 5%."}
+    else:
+        assert len(sizes) > 1 and not others
+    assert max(sizes.values()) <= budget
     assert made.choice.kv_cache_tokens == 1024
     written = headprune.from_pretrained(tmp_path / "out")
     assert KVCache.of(written).elements(1024) * 4 == sizes[made.choice.chosen.name]
-    if not targets:  # those without sinks cost more
+    if not targets:
         window = made.pruned.manifest.window
         assert "windows" in made.choice.chosen.name and (window.size, window.sinks) == (256, 4)
 

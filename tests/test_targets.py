@@ -233,7 +233,7 @@ def test_compressed_for_an_engine(tmp_path):
     small = {"seq_len": 16, "calibration_tokens": 256, "held_out_tokens": 128}
     asked = {"keep": 0.67, "targets": ["anywhere"], **small}
     made = headprune.compress(model, tmp_path / "out", data=[text], **asked)
-    assert made.pruned.manifest.shape is Shape.NATIVE and not made.choice.failed
+    assert made.pruned.manifest.shape is Shape.NATIVE and not made.choice.left_out
     assert {one.kv_heads for one in made.choice.contenders} <= {4, 8}
     (tmp_path / "bert").mkdir()
     bert = saved(tmp_path / "bert", "bert-mlm")

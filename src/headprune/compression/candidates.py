@@ -192,11 +192,13 @@ class Candidate:
         name: Its name.
         way: Its maker.
         fallback: It is made only where no other is there, or the refit of the best was left out.
+        enough: A loss, as a share of perplexity, up to which no later one is made; None for none.
     """
 
     name: str
     way: Maker
     fallback: bool = False
+    enough: float | None = None
 
 
 def _removing(unit: Unit, name: str) -> tuple[Candidate, ...]:
@@ -207,10 +209,11 @@ def _removing(unit: Unit, name: str) -> tuple[Candidate, ...]:
 
 
 CANDIDATES = (
+    # of equal bytes, no others came this near in any model (docs/benchmarks/gqa.md)
+    Candidate("windows", GiveWindows(), enough=0.05),
     *_removing(Unit.KV_GROUP, "KV groups"),
     *_removing(Unit.HEAD, "heads"),
     Candidate("KV heads merged or removed, by layer", ShareKvHeads()),
-    Candidate("windows", GiveWindows()),
 )
 
 

@@ -270,15 +270,20 @@ class _Compression:
                 stage("measuring")
                 if selection.add(selection.measured(name, proposal.edit, seconds)):
                     best = proposal
+                if candidate.enough is not None and selection.suffices(candidate.enough):
+                    why = f"{candidate.name} lose less than {candidate.enough:.0%}."
+                    later = (one for one in self.candidates[number:] if not one.fallback)
+                    selection.left_out.update((one.name, why) for one in later)
+                    break
             except Exception as error:  # memory runs out in several kinds; others are raised
                 if not is_recoverable(error):
                     raise
                 errors.append(error)
-                selection.failed[candidate.name] = _why(error)
+                selection.left_out[candidate.name] = _why(error)
         if best is None and errors:
             raise errors[0]
         if best is None:
-            name, why = next(iter(selection.failed.items()))
+            name, why = next(iter(selection.left_out.items()))
             raise PlanError(f"No candidate comes to the goal, {job.goal.said}. {name}: {why}")
         return best
 
@@ -331,7 +336,7 @@ class _Compression:
             )
             if not healed.taken_after:
                 why = "Healing did not lower the loss on held-out text: try more steps."
-                selection.failed[name] = why
+                selection.left_out[name] = why
                 return best, None
             self.context.stage("measuring the healed model")
             seconds = time.monotonic() - began
@@ -342,7 +347,7 @@ class _Compression:
         except Exception as error:  # memory and disk run out in several kinds; others are raised
             if not isinstance(error, HeadpruneError) and _machine_ran_out(error) is None:
                 raise
-            selection.failed[name] = _why(error)
+            selection.left_out[name] = _why(error)
             return best, None
         return (healed.pruned, result) if better else (best, None)
 

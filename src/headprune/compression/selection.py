@@ -38,8 +38,9 @@ class Selection:
         self.model, self.held_out, self._goal = model, held_out, goal
         self._progress = progress
         self.contenders: list[Contender] = []
-        self.failed: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
         self._original = held_out.outputs(model.net, held_out.choose, progress)
+        self._chosen_by, _ = held_out.nearness(self._original, self._original)
         self._words = held_out.words(model.net, held_out.choose, progress)
         self._far = held_out.far(held_out.choose)
         self._far_before = held_out.far_nats(model.net, self._far)
@@ -70,12 +71,19 @@ class Selection:
         """Add a candidate; return whether it meets the goal and is the best so far."""
         missed = self._goal.missed(contender)
         if missed is not None:
-            self.failed[contender.name] = missed
+            self.left_out[contender.name] = missed
             return False
         self.contenders.append(contender)
         # of equals, the first stays
         self.contenders.sort(key=lambda one: distance(one, self.held_out.measure))
         return self.contenders[0] is contender
+
+    def suffices(self, enough: float) -> bool:
+        """Return whether the best loses at most this share of perplexity, far answers included."""
+        if not self.contenders or self.held_out.measure.higher_is_better:
+            return False
+        best = distance(self.contenders[0], self.held_out.measure)
+        return best <= (1 + enough) * self._chosen_by
 
     def conclude(self, best: Edit | Model) -> ModelChoice:
         """Measure the best contender on the other half of the text; return the record of all."""
@@ -93,8 +101,7 @@ class Selection:
             facts.append({"held_out": whole, "by_text": by_text, "held_out_words": kept})
             facts[-1]["held_out_far_nats"] = _more(far, far_before)
         net, stored = self.model.net, self.model.result_dtypes().default
-        chosen_by, _ = self.held_out.nearness(self._original, self._original)
-        first_facts = {"chosen_by": chosen_by, "passage_words": 1.0 if self._words else None}
+        first_facts = {"chosen_by": self._chosen_by, "passage_words": 1.0 if self._words else None}
         first_facts["far_nats"] = 0.0 if self._far else None
         original = self._contender(ORIGINAL, net, stored, **first_facts, seconds=0.0)
         first, *others = self.contenders
@@ -107,7 +114,7 @@ class Selection:
             kv_cache_tokens=self._goal.context,
             original=original.model_copy(update=facts[0]),
             contenders=(first.model_copy(update=facts[1]), *others),
-            failed=self.failed,
+            left_out=self.left_out,
         )
 
     def _contender(

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headprune.render import records
-from headprune.render.blocks import Block, Code, Paragraph, Table, before_after, percent
+from headprune.render.blocks import (
+    Block,
+    Code,
+    Paragraph,
+    Table,
+    before_after,
+    percent,
+    plural,
+)
 from headprune.render.next_commands import Given, after_cut
 from headprune.render.terminal import show
 
@@ -67,8 +75,8 @@ def _judged(m: GatesMetadata) -> list[Block]:
     else:
         words = (
             f"Gates of step {m.judgement.taken_after} are written; they exchange "
-            f"{m.judgement.exchanged} units of the choice by scores. Divergence from the original "
-            f"on text that chose nothing: {reported:.4f}, by scores {reported_first:.4f}."
+            f"{plural(m.judgement.exchanged, 'unit')} of the choice by scores. Divergence from the "
+            f"original on text that chose nothing: {reported:.4f}, by scores {reported_first:.4f}."
         )
     return [Paragraph(words)]
 
@@ -241,8 +249,8 @@ def compressed(console: Console, result: Compressed, given: Given = ({}, {})) ->
     if len(texts) > 1:
         cells = [("", *(f"{value:.4f}" for value in texts.values()))]
         page.append(Table((f"{choice.measure}, taken", *texts), cells))
-    for name, reason in choice.failed.items():
-        page.append(Paragraph(f"{name} was not possible: {reason}", "note"))
+    for name, reason in choice.left_out.items():
+        page.append(Paragraph(f"{name} was left out: {reason}", "note"))
     page += written(result.pruned, given)
     if result.unseen_beyond is not None:
         words = (

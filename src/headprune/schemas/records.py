@@ -321,7 +321,7 @@ class ModelChoice(_Part):
         original: The model before.
         contenders: The candidates, the best by the choosing half first; this result is
             the first of them.
-        failed: Failed candidates, with the reason.
+        left_out: Candidates that are not among them, with the reason.
     """
 
     goal: str
@@ -332,7 +332,7 @@ class ModelChoice(_Part):
     kv_cache_tokens: Count = 1
     original: Contender
     contenders: Annotated[tuple[Contender, ...], Field(min_length=1)]
-    failed: dict[str, str] = {}
+    left_out: dict[str, str] = {}
 
     @property
     def chosen(self) -> Contender:
