@@ -711,10 +711,10 @@ def long_reader(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("targets", "enough"), [((), 0.05), (("anywhere",), -0.9)])
+@pytest.mark.parametrize(("targets", "enough"), [((), 0.05), (("anywhere",), None)])
 def test_a_budget_at_a_context(targets, enough, long_reader, tmp_path, monkeypatch):
     """Windows are judged on longer sequences; where they lose little, nothing else is made."""
-    first = replace(CANDIDATES[0], enough=enough)
+    first = replace(CANDIDATES[0], ends_search_below=enough)
     monkeypatch.setattr(candidates, "CANDIDATES", (first, *OTHERS))
     budget = 500_000  # of 983,040
     how = {"max_kv_bytes": budget, "context_tokens": 1024, "data": long_reader / "text.txt"}
@@ -722,8 +722,10 @@ def test_a_budget_at_a_context(targets, enough, long_reader, tmp_path, monkeypat
     sizes = {one.name: one.kv_cache_bytes for one in made.choice.contenders}
     assert any("windows of 256 tokens" in name for name in sizes)
     others = set(made.choice.left_out.values())
-    if enough > 0:
+    card = (tmp_path / "out" / "README.md").read_text()
+    if enough is not None:
         assert len(sizes) == 1 and others == {"windows lose less than 5%."}
+        assert "was left out: windows lose less than 5%." in card and "measured alone" in card
     else:
         assert len(sizes) > 1 and not others
     assert max(sizes.values()) <= budget

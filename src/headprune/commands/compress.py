@@ -78,7 +78,7 @@ def compress(
     max_params: o.MaxParams | None = None,
     max_kv_bytes: o.MaxKvBytes | None = None,
     context_tokens: Annotated[
-        Length, o.option("Tokens of the cache that --max-kv-bytes is of; windows are tried, too.")
+        Length, o.option("Tokens of the cache that --max-kv-bytes is of; windows are tried first.")
     ]
     | None = None,
     data: o.Domains = (),

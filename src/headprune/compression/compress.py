@@ -91,7 +91,7 @@ class Outline:
     Attributes:
         goal: What may stay.
         texts: Texts to fit to, and in a held-out part to judge on.
-        candidates: Names of the candidates.
+        candidates: Names of the candidates; the first may be the only one.
         heal_steps: How long the best would be healed; None for not at all.
     """
 
@@ -186,7 +186,7 @@ class _Compression:
         return Outline(
             goal=self.goal.said,
             texts=tuple(text.name for text in self.texts.fit),
-            candidates=tuple(candidate.name for candidate in self.candidates),
+            candidates=tuple(candidate.outline for candidate in self.candidates),
             heal_steps=self.config.heal_steps,
         )
 
@@ -250,30 +250,35 @@ class _Compression:
         return Job(self.model, self.goal, text, config, self.context)
 
     def _best(self, job: Job, selection: Selection) -> Proposal:
-        """Try all candidates in memory, and return the best."""
+        """Try candidates in memory, until one is good enough, and return the best."""
         best: Proposal | None = None
+        before: Proposal | None = None  # the last one that was measured
         errors: list[Exception] = []
         for number, candidate in enumerate(self.candidates, start=1):
-            if candidate.fallback and best is not None and not _left_out(best):
+            if candidate.fallback and before is not None and not _refit_left_out(before):
                 continue
             where = f"{number}/{len(self.candidates)} {candidate.name}"
 
             def stage(what: str, where: str = where) -> None:
                 self.context.stage(f"{where}: {what}")
 
-            done = sum(not before.fallback for before in self.candidates[: number - 1])
+            done = sum(not one.fallback for one in self.candidates[: number - 1])
             self.context.whole(done, self.parts)
-            began = time.monotonic()
+            began, before = time.monotonic(), None
             try:
                 proposal = candidate.way.make(job, replace(self.context, stage=stage))
                 seconds, name = time.monotonic() - began, _name(candidate, proposal)
                 stage("measuring")
                 if selection.add(selection.measured(name, proposal.edit, seconds)):
                     best = proposal
-                if candidate.enough is not None and selection.suffices(candidate.enough):
-                    why = f"{candidate.name} lose less than {candidate.enough:.0%}."
+                before = proposal
+                enough = candidate.ends_search_below
+                if enough is not None and selection.loses_less_than(enough):
+                    why = f"{candidate.name} lose less than {enough:.0%}."
                     later = (one for one in self.candidates[number:] if not one.fallback)
                     selection.left_out.update((one.name, why) for one in later)
+                    self.parts -= self.tried - number
+                    self.tried = number
                     break
             except Exception as error:  # memory runs out in several kinds; others are raised
                 if not is_recoverable(error):
@@ -372,10 +377,10 @@ def _name(candidate: Candidate, proposal: Proposal) -> str:
     done = proposal.changes.done
     if isinstance(done, Windowing):
         return f"windows of {done.window.size:,} tokens, {done.heads} KV heads"
-    return f"{candidate.name} (left out)" if _left_out(proposal) else candidate.name
+    return f"{candidate.name} (left out)" if _refit_left_out(proposal) else candidate.name
 
 
-def _left_out(proposal: Proposal) -> bool:
+def _refit_left_out(proposal: Proposal) -> bool:
     """Return whether a refit was left out, as it did not help."""
     done = proposal.changes.done
     return isinstance(done, Pruning) and done.refit_left_out is not None

@@ -40,7 +40,7 @@ class Selection:
         self.contenders: list[Contender] = []
         self.left_out: dict[str, str] = {}
         self._original = held_out.outputs(model.net, held_out.choose, progress)
-        self._chosen_by, _ = held_out.nearness(self._original, self._original)
+        self._original_chosen_by, _ = held_out.nearness(self._original, self._original)
         self._words = held_out.words(model.net, held_out.choose, progress)
         self._far = held_out.far(held_out.choose)
         self._far_before = held_out.far_nats(model.net, self._far)
@@ -78,12 +78,12 @@ class Selection:
         self.contenders.sort(key=lambda one: distance(one, self.held_out.measure))
         return self.contenders[0] is contender
 
-    def suffices(self, enough: float) -> bool:
-        """Return whether the best loses at most this share of perplexity, far answers included."""
-        if not self.contenders or self.held_out.measure.higher_is_better:
+    def loses_less_than(self, share: float) -> bool:
+        """Return whether the best loses less of perplexity; words and far answers count as such."""
+        if not self.contenders:
             return False
         best = distance(self.contenders[0], self.held_out.measure)
-        return best <= (1 + enough) * self._chosen_by
+        return best < (1 + share) * self._original_chosen_by
 
     def conclude(self, best: Edit | Model) -> ModelChoice:
         """Measure the best contender on the other half of the text; return the record of all."""
@@ -101,8 +101,11 @@ class Selection:
             facts.append({"held_out": whole, "by_text": by_text, "held_out_words": kept})
             facts[-1]["held_out_far_nats"] = _more(far, far_before)
         net, stored = self.model.net, self.model.result_dtypes().default
-        first_facts = {"chosen_by": self._chosen_by, "passage_words": 1.0 if self._words else None}
-        first_facts["far_nats"] = 0.0 if self._far else None
+        first_facts = {
+            "chosen_by": self._original_chosen_by,
+            "passage_words": 1.0 if self._words else None,
+            "far_nats": 0.0 if self._far else None,
+        }
         original = self._contender(ORIGINAL, net, stored, **first_facts, seconds=0.0)
         first, *others = self.contenders
         return ModelChoice(

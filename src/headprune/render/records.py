@@ -297,9 +297,11 @@ def contenders(choice: ModelChoice) -> Table:
 
 def chosen(choice: ModelChoice) -> list[Block]:
     """Return the goal, the choice and all candidates."""
+    count = len(choice.contenders)
     text = (
-        f"Kept: {choice.goal}; {choice.chosen.name}, the best of {len(choice.contenders)} on one "
-        f"half of {choice.held_out_tokens:,} held-out tokens."
+        f"Kept: {choice.goal}; {choice.chosen.name}, "
+        f"{f'the best of {count}' if count > 1 else 'measured alone'} on one half of "
+        f"{choice.held_out_tokens:,} held-out tokens."
     )
     if words := choice.passage_words[0]:
         text += (
@@ -310,7 +312,8 @@ def chosen(choice: ModelChoice) -> list[Block]:
         text += (
             " A tenth of a nat in answers further back than a window counts as 1 % of perplexity."
         )
-    return [Paragraph(text), contenders(choice)]
+    reasons = [f"{name} was left out: {why}" for name, why in choice.left_out.items()]
+    return [Paragraph(text), contenders(choice), *(Paragraph(why, "note") for why in reasons)]
 
 
 def roles(record: RolesRecord, kept: Set[tuple[str, int]] | None = None) -> Table | None:

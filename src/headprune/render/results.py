@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from headprune.render import records
-from headprune.render.blocks import (
-    Block,
-    Code,
-    Paragraph,
-    Table,
-    before_after,
-    percent,
-    plural,
-)
+from headprune.render.blocks import Block, Code, Paragraph, Table, before_after, percent, plural
 from headprune.render.next_commands import Given, after_cut
 from headprune.render.terminal import show
 
@@ -249,8 +241,6 @@ def compressed(console: Console, result: Compressed, given: Given = ({}, {})) ->
     if len(texts) > 1:
         cells = [("", *(f"{value:.4f}" for value in texts.values()))]
         page.append(Table((f"{choice.measure}, taken", *texts), cells))
-    for name, reason in choice.left_out.items():
-        page.append(Paragraph(f"{name} was left out: {reason}", "note"))
     page += written(result.pruned, given)
     if result.unseen_beyond is not None:
         words = (
