@@ -205,7 +205,9 @@ class Candidate:
         """Its name, and whether it can be the only one."""
         if self.ends_search_below is None:
             return self.name
-        return f"{self.name}; if they lose less than {self.ends_search_below:.0%}, no others"
+        return (
+            f"{self.name}; if they lose less than {100 * self.ends_search_below:.0f} %, no others"
+        )
 
 
 def _removing(unit: Unit, name: str) -> tuple[Candidate, ...]:

@@ -274,7 +274,7 @@ class _Compression:
                 before = proposal
                 enough = candidate.ends_search_below
                 if enough is not None and selection.loses_less_than(enough):
-                    why = f"{candidate.name} lose less than {enough:.0%}."
+                    why = f"{candidate.name} lose less than {100 * enough:.0f} %."
                     later = (one for one in self.candidates[number:] if not one.fallback)
                     selection.left_out.update((one.name, why) for one in later)
                     self.parts -= self.tried - number
