@@ -252,7 +252,7 @@ class _Compression:
     def _best(self, job: Job, selection: Selection) -> Proposal:
         """Try candidates in memory, until one is good enough, and return the best."""
         best: Proposal | None = None
-        before: Proposal | None = None  # the last one that was measured
+        before: Proposal | None = None  # None if it failed
         errors: list[Exception] = []
         for number, candidate in enumerate(self.candidates, start=1):
             if candidate.fallback and before is not None and not _refit_left_out(before):
