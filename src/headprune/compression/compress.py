@@ -277,8 +277,7 @@ class _Compression:
                     why = f"{candidate.name} lose less than {100 * enough:.0f} %."
                     later = (one for one in self.candidates[number:] if not one.fallback)
                     selection.left_out.update((one.name, why) for one in later)
-                    self.parts -= self.tried - number
-                    self.tried = number
+                    self.tried, self.parts = done + 1, self.parts - self.tried + done + 1
                     break
             except Exception as error:  # memory runs out in several kinds; others are raised
                 if not is_recoverable(error):
