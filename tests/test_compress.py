@@ -49,7 +49,7 @@ from headprune.render import results as console
 from headprune.result.refitting import JudgedRefit
 from headprune.resuming import unwritable
 from headprune.schemas.manifest import amend_manifest, read_manifest
-from headprune.schemas.records import Contender, RefitWorth
+from headprune.schemas.records import Contender, ModelChoice, RefitWorth
 from headprune.surgery.edit import collecting
 from headprune.tensors.units import Unit
 from tests import tiny
@@ -568,15 +568,22 @@ def test_a_name_says_that_a_refit_was_left_out(llama_folder, data, tmp_path, mon
     assert choice.chosen.name == "KV groups, compensated, refit (left out)"
 
 
-@pytest.mark.slow
-def test_numbers_of_the_table_stay_whole_in_a_narrow_terminal(llama_folder, data, tmp_path):
-    choice = compressed(llama_folder, data, tmp_path / "out", keep=0.5).choice
+def test_names_and_numbers_of_the_table_stay_whole_in_a_narrow_terminal():
+    both = {"chosen_by": 1.0, "passage_words": 0.9, "far_nats": -0.125}
+    sizes = {"parameters": 134_515_008, "kv_cache_bytes": 377_487_360, "kv_heads": 90}
+    original = Contender(name="original", seconds=0, query_heads=270, **sizes, **both)
+    name = "windows for 52 KV heads"
+    one = original.model_copy(update={"name": name, "kv_cache_bytes": 100_663_296})
+    how = {"goal": "half", "measure": "perplexity", "higher_is_better": False}
+    how |= {"held_out_tokens": 4096, "passage_words": (9, 9), "kv_cache_tokens": 8192}
+    table = records.contenders(ModelChoice(**how, original=original, contenders=(one,)))
     paper = io.StringIO()
-    terminal.show(Console(file=paper, width=80), [records.contenders(choice)])
-    lines = paper.getvalue().splitlines()
-    words = " ".join(lines).split()
-    assert {"perplexity", "parameters", f"{choice.original.parameters:,}"} <= {*words}
-    assert len(lines) < 3 * len(choice.contenders) + 6 and max(map(len, lines)) <= 80
+    terminal.show(Console(file=paper, width=80), [table])
+    text = paper.getvalue()
+    names = ["> windows for 52 KV", "original"]
+    numbers = ["100,663,296", "1.000", "0.900", "-0.125", "134,515,008", "377,487,360"]
+    assert all(whole in text for whole in names + numbers), text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("at", ["ShareKvHeads", "heal"])

@@ -25,6 +25,7 @@ from headprune.render.markdown import line_of_code
 from headprune.schemas.manifest import LineageStep, Manifest
 from headprune.schemas.plan import AttentionPlan, Plan, Shape
 from headprune.schemas.records import (
+    Contender,
     Evidence,
     Heads,
     Healing,
@@ -273,26 +274,33 @@ def _key(lines: Iterable[str]) -> Paragraph:
 
 
 def contenders(choice: ModelChoice) -> Table:
-    """Return a row per candidate: quality on both halves of the held-out text, and size."""
-    generates = choice.original.kv_cache_bytes > 0
-    recalls = any(choice.passage_words)
-    far = choice.original.far_nats is not None
-    columns = ["", choice.measure, "other half", *["words kept", "other half"] * recalls]
-    columns += ["nats of far answers", "other half"] * far
-    cached = f"KV bytes {at_context(choice.kv_cache_tokens)}"
-    columns += ["parameters", *[cached] * generates, "query/KV"]
-    rows = []
-    for one in (choice.original, *choice.contenders):
-        mark = "> " if one is choice.chosen else "  "
-        cells = [f"{mark}{one.name}", f"{one.chosen_by:.3f}"]
-        cells.append("-" if one.held_out is None else f"{one.held_out:.3f}")
-        for share in (one.passage_words, one.held_out_words) if recalls else ():
-            cells.append("-" if share is None else f"{share:.3f}")
-        for nats in (one.far_nats, one.held_out_far_nats) if far else ():
-            cells.append("-" if nats is None else f"{nats:+.3f}")
-        cells += [f"{one.parameters:,}", *[f"{one.kv_cache_bytes:,}"] * generates]
-        rows.append((*cells, f"{one.query_heads:,}/{one.kv_heads:,}"))
-    return Table(columns, rows)
+    """Return a row per candidate: quality on the half that chooses, and sizes."""
+    every = (choice.original, *choice.contenders)
+    marks = [f"{'> ' if one is choice.chosen else '  '}{one.name}" for one in every]
+    columns = {"": marks, choice.measure: [f"{one.chosen_by:.3f}" for one in every]}
+    if any(choice.passage_words):
+        columns["words kept"] = [_or_none(one.passage_words, ".3f") for one in every]
+    if choice.original.far_nats is not None:
+        columns["nats of far answers"] = [_or_none(one.far_nats, "+.3f") for one in every]
+    columns["parameters"] = [f"{one.parameters:,}" for one in every]
+    if choice.original.kv_cache_bytes:
+        cached = f"KV bytes {at_context(choice.kv_cache_tokens)}"
+        columns[cached] = [f"{one.kv_cache_bytes:,}" for one in every]
+    return Table(tuple(columns), list(zip(*columns.values(), strict=True)))
+
+
+def _or_none(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def _other_half(one: Contender, measure: str) -> str:
+    """Return the quality of a candidate on the half that chose nothing, in a sentence."""
+    facts = [f"{measure} {one.held_out:.3f}"]
+    if one.held_out_words is not None:
+        facts.append(f"words kept {one.held_out_words:.3f}")
+    if one.held_out_far_nats is not None:
+        facts.append(f"nats of far answers {one.held_out_far_nats:+.3f}")
+    return f" On the other half: {', '.join(facts)}."
 
 
 def chosen(choice: ModelChoice) -> list[Block]:
@@ -303,6 +311,7 @@ def chosen(choice: ModelChoice) -> list[Block]:
         f"{f'the best of {count}' if count > 1 else 'measured alone'} on one half of "
         f"{choice.held_out_tokens:,} held-out tokens."
     )
+    text += _other_half(choice.chosen, choice.measure)
     if words := choice.passage_words[0]:
         text += (
             f" Half of the words that only their passage tells, {words}, choose as well: a tenth "

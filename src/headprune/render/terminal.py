@@ -15,7 +15,7 @@ from rich.text import Text as Styled
 
 from headprune.render.blocks import KEPT, MERGED, WINDOW, Code, Page, Paragraph, Signs, Table
 
-_NAME = 24  # columns that a name keeps in a narrow terminal
+_NAME, _NUMBER = 16, 24  # columns that a name keeps in a narrow terminal, and a number at most
 _TONES = {"verified": "bold green", "note": "yellow", "warning": "yellow"}
 _WORDS = {"passed": "green", "broken": "bold red", "FAILED": "bold red", "cannot decide": "yellow"}
 
@@ -60,7 +60,7 @@ def _table(console: Console, table: Table) -> None:
             if position < table.names:
                 column.min_width = min(longest, _NAME)
             else:  # a sentence breaks, a number does not
-                column.no_wrap = max(head, longest) <= _NAME
+                column.no_wrap = max(head, longest) <= _NUMBER
     console.print(grid)
     if pattern:
         console.print(f"[bright_black]attention modules: {escape(pattern)}[/]", soft_wrap=True)
