@@ -64,7 +64,7 @@ def main(model: str, sequences: str, result: str, press: str, settings: str) -> 
     texts = pandas.DataFrame({"chapter": given["texts"]})
     duo_attention_press.load_dataset = lambda *args, **kwargs: texts
     pandas.DataFrame.to_pandas = lambda self: self
-    net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    net = AutoModelForCausalLM.from_pretrained(model, dtype=given["dtype"]).eval()
     made = getattr(kvpress, press)(**json.loads(settings))
     Path(result).write_text(json.dumps(continued(net, given["sequences"], made)))
 

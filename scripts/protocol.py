@@ -19,8 +19,8 @@ bfloat16, as is the original; in float32, and on some windows, where a config sa
 ``length`` tokens; the share of needles found (40, beyond the window of any row) and the loss of
 their digits; the bytes of the KV cache of such a context in 16 bits.
 
-``measure: prefilled`` is of caches that get smaller once a context is read, as those of kvpress do,
-in float32: the perplexity of 512 tokens after a context, and needles whose question comes after it.
+``measure: prefilled`` is of caches that get smaller once a context is read, as those of kvpress do:
+the perplexity of 512 tokens after a context, and needles whose question comes after it.
 Rows of kvpress run by the interpreter that KVPRESS_PYTHON names.
 
 ``measure: similarity`` is of encoders: the correlation of the similarities of sentences with those
@@ -555,13 +555,13 @@ class Prefilled(Far):
         self, made: Made, sequences: list[tuple[list[int], list[int]]]
     ) -> list[tuple[list[float], list[bool]]]:
         if made.press is None:
-            return continued(made.net.float().eval(), sequences)
+            with _measured(made, self.config.dtype) as net:
+                return continued(net, sequences)
         text = self.calibration[made.press["sample"]].read_text()
         size = len(text) // PRESS_TEXTS
         texts = [text[size * k : size * (k + 1)] for k in range(PRESS_TEXTS)]
-        file = _written(
-            self.work / "press.json", json.dumps({"sequences": sequences, "texts": texts})
-        )
+        given = {"sequences": sequences, "texts": texts, "dtype": self.config.dtype}
+        file = _written(self.work / "press.json", json.dumps(given))
         program = [os.environ["KVPRESS_PYTHON"], str(ROOT / "scripts" / "after_prefill.py")]
         how = [made.press["press"], json.dumps(made.press["settings"])]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

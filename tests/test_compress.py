@@ -718,21 +718,27 @@ def long_reader(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("targets", "enough"), [((), 0.05), (("anywhere",), -0.9)])
-def test_a_budget_at_a_context(targets, enough, long_reader, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("targets", "enough", "steps"), [((), 0.05, None), ((), 0.05, 2), (("anywhere",), -0.9, None)]
+)
+def test_a_budget_at_a_context(targets, enough, steps, long_reader, tmp_path, monkeypatch):
     """Windows are judged on longer sequences; where they lose little, nothing else is made."""
     first = replace(CANDIDATES[0], ends_search_below=enough)
     monkeypatch.setattr(candidates, "CANDIDATES", (first, *OTHERS))
     budget = 500_000  # of 983,040
     how = {"max_kv_bytes": budget, "context_tokens": 1024, "data": long_reader / "text.txt"}
-    made = headprune.compress(long_reader / "m", tmp_path / "out", targets=targets, **how)
+    how |= {"targets": targets, "heal_steps": steps}
+    made = headprune.compress(long_reader / "m", tmp_path / "out", **how)
     sizes = {one.name: one.kv_cache_bytes for one in made.choice.contenders}
     assert any("windows of 256 tokens" in name for name in sizes)
     others = set(made.choice.left_out.values())
     card = (tmp_path / "out" / "README.md").read_text()
     if enough > 0:
-        assert len(sizes) == 1 and others == {"windows lose less than 5 %."}
-        assert "was left out: windows lose less than 5 %." in card and "measured alone" in card
+        assert len(sizes) == 1 and "measured alone" in card
+        assert "was left out: windows lose less than 5 %." in card
+        # a model of random weights is not worth healing; the step that would heal it was taken
+        healing = "Healing did not lower the loss on held-out text: try more steps."
+        assert others == {"windows lose less than 5 %.", *[healing] * bool(steps)}
     else:
         assert len(sizes) > 1 and not others
     assert max(sizes.values()) <= budget
