@@ -60,7 +60,7 @@ def _judged(case, name, done, place, originals, told):
     found = facts(out) if out.exists() else None
     if not broken and done.code == 0 and found != unbroken.new_facts:
         broken = "it ends with 0, and its output is not complete"
-    other = found is not None and found != unbroken.old_facts and not job.gathers
+    other = found is not None and found != unbroken.old_facts
     if not broken and done.code and other:
         broken = "it failed and left something at its output"
     left = [f for f in litter(place, job.out) if not (job.resumes and f.endswith("-checkpoints"))]
@@ -159,7 +159,7 @@ def _two_writers(case, place, originals):
     told = "\n".join(f"ended with {done.code}: {done.out}{done.err}" for done in ended)
     broken = next(filter(None, map(flaw, ended)), "")
     codes = sorted(done.code for done in ended)
-    alone = takes_overwrite(line) and not over and not JOBS[name].gathers
+    alone = takes_overwrite(line) and not over
     if not broken and (codes[0] != 0 or (alone and codes == [0, 0])):
         broken = f"two writers of one output end with {codes}"
     best = next((done for done in ended if done.code == 0), ended[0])

@@ -37,7 +37,6 @@ class Job:
         old: What made the good output that stands there before; empty where none can.
         out: Its output.
         resumes: Whether it goes on with what a death left, with --resume.
-        gathers: Whether its output grows step by step, and the command again goes on with it.
         weight: How many of all deaths, compared with other commands.
     """
 
@@ -45,7 +44,6 @@ class Job:
     old: str = ""
     out: str = "out"
     resumes: bool = False
-    gathers: bool = False
     weight: float = 1.0
 
 
@@ -206,7 +204,7 @@ def _state(out, unbroken):
 
 def _left(died, hit, state, over, job, place):
     """What is wrong with what a death left."""
-    if state == "half" and not (job.gathers and not over):
+    if state == "half":
         return "its output is neither the old one nor the new one"
     if over and state == "absent":
         return "the old output is gone, and there is no new one"

@@ -2,7 +2,7 @@
 
     maximise    sum of the scores of the units that stay
     so that     the number of heads is the requested one
-                parameters, KV bytes and time, as sums over the kept heads, keep to their limits
+                parameters and KV bytes, as sums over the kept heads, keep to their limits
 
 A KV head stays with any of its queries. The fixed cost of a module goes with its last head. So
 heads, KV groups and layers compete under one budget. HiGHS solves it (Huangfu and Hall 2018),
