@@ -106,6 +106,7 @@ def test_limits_say_what_they_compare(text, kind, op, bound):
         ("perplexity recovery >= 0.98", "a recovery is a plain percentage"),
         ("load_route == nativ", "Did you mean 'native'?"),
         ("load_route <= native", "compared by name"),
+        ("load_route@x == native", "load_route is of the whole model"),
         ("perplexty[brown] <= 2", "no metric 'perplexty' of data. Did you mean 'perplexity'?"),
         ("query_heads[brown] <= 2", "no metric 'query_heads' of data"),
         ("perplexty@1k-2k <= 2", "no metric 'perplexty'. Did you mean 'perplexity'?"),
@@ -640,6 +641,24 @@ def test_a_baseline_of_something_else_is_refused(folders, tmp_path):
     other = config(folders, **limits, model=str(tmp_path / "turned"))
     refused(other, "with another tokenizer", DataError)
     assert check(config(folders, **limits | {"batch_size": 3})).passed  # that changes nothing
+
+
+def test_windows_are_compared_at_one_context(tmp_path):
+    """A baseline knows the context of its KV bytes; windows of layers are of the same model."""
+    tiny.save(tiny.model("llama-gqa", attention_bias=False), tmp_path / "base")
+    (tmp_path / "text.txt").write_text(tiny.text(2_000))
+    text = tmp_path / "text.txt"
+    how = {"keep_full": 0.5, "window": 8, "targets": "anywhere", "data": text, "seq_len": 64}
+    headprune.convert_swa(tmp_path / "base", tmp_path / "near", **how)
+    limits = {"limits": ("kv_cache_bytes <= +0 %",)}
+    for then, now in (("near", "base"), ("base", "near")):
+        update_baseline(config(tmp_path, then, **limits))
+        assert check(config(tmp_path, then, **limits)).passed
+        refused(config(tmp_path, now, **limits), "they cannot be compared", DataError)
+        other = config(tmp_path, now, limits=("perplexity <= +900 %",))
+        assert check(other).passed
+    other = config(tmp_path, "base", **limits, dtype="bfloat16")
+    refused(other, "is of 1 tokens in float32, and here of 1 in bfloat16", DataError)
 
 
 def test_needles_in_other_contexts_are_no_baseline(folders, tmp_path):

@@ -222,6 +222,7 @@ def test_a_file_has_settings_and_the_command_line_wins(tmp_path, capsys):
     found = json.loads(out)
     assert (list(found["scores"]), found["calibration"]["seed"]) == (["magnitude"], 3)
     for text, message in (
+        ("for: anywhere", "score has no option 'for'."),
         ("criterio: random", "score has no option 'criterio'. Did you mean 'criterion'"),
         ("trust_remote_code: true", "A file cannot allow code"),
         ("seq_len: true", "--seq-len: give a number, not true or false"),
@@ -232,10 +233,18 @@ def test_a_file_has_settings_and_the_command_line_wins(tmp_path, capsys):
         said = message.replace("Value error, ", "")
         refuses(capsys, said, "score", "m", tmp_path / "b", "--config", file)
     refuses(capsys, "there is no file", "score", "m", "o", "--config", tmp_path / "none.yaml")
+    long = f"criterion={'x' * 300}"
+    refuses(capsys, "'xxx", "score", model, tmp_path / "b", "--config", long)
+    near = "compress has no option 'heal'. Did you mean 'heal_steps'?"
+    refuses(capsys, near, "compress", "m", tmp_path / "b", "--config", "heal=3")
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"), [("2", 2), ("4,4,2", (4, 4, 2)), ("[4, 2]", (4, 2)), ([4, 2], (4, 2))]
+    ("given", "wanted"),
+    [
+        *[("2", 2), ("4,4,2", (4, 4, 2)), ("[4, 2]", (4, 2)), ([4, 2], (4, 2))],
+        ("16, " * 99 + "8", (*[16] * 99, 8)),  # longer than the name of any file
+    ],
 )
 def test_a_value_is_the_same_as_text_and_as_itself(given, wanted):
     command = COMMANDS["convert-gqa"]

@@ -696,7 +696,6 @@ def test_a_manifest_is_amended_without_a_new_id(llama_folder, data, tmp_path, mo
 @pytest.mark.parametrize(
     ("goal", "said"),
     [
-        ({"keep": 1.0}, "nothing to do"),
         ({"max_params": 10**9}, "nothing to do"),
         ({"max_kv_bytes": 10**9}, "nothing to do"),
         ({"max_params": 5}, "without any head"),
@@ -774,6 +773,22 @@ def test_a_small_budget_gets_a_small_window(long_reader):
 def test_budgets_at_contexts_that_cannot_be(long_reader, given, said):
     with pytest.raises(HeadpruneError, match=said):
         headprune.compress(long_reader / "m", dry_run=True, data=long_reader / "text.txt", **given)
+
+
+def test_a_plain_config_has_the_windows_that_the_model_had(tmp_path):
+    types = ["sliding_attention", "full_attention"] * 2
+    own = {"layer_types": types, "sliding_window": 8, "max_position_embeddings": 1024}
+    net = tiny.model("gemma2", **own)
+    for targets, size in ((("anywhere",), 8), ((), 256)):
+        how = {"max_kv_bytes": 450_000, "context_tokens": 1024, "targets": targets}
+        goal = goal_of(build(CompressConfig, **how), net, attention_of(net), torch.float32)
+        assert goal.window is not None and goal.window.size == size
+
+
+def test_a_share_of_all_is_refused_before_the_others_are_made(llama_folder, tmp_path):
+    with pytest.raises(HeadpruneError, match="--keep 1 is the whole model"):
+        headprune.compress(llama_folder, tmp_path / "out", keep="0.5,1")
+    assert not (tmp_path / "out").exists()
 
 
 def test_answers_far_back_count():

@@ -8,11 +8,13 @@ from transformers import AutoModelForCausalLM
 
 import headprune
 from headprune.config import DataConfig, HealConfig, SwaConfig, WindowConfig
+from headprune.context import Context
 from headprune.distillation.heal import heal
+from headprune.distillation.pair import read_pair
 from headprune.errors import CheckpointError, DataError, HeadpruneError, PlanError
 from headprune.evidence.windows import window_scores
 from headprune.model.attention import attention_of
-from headprune.model.cost import model_cost
+from headprune.model.cost import KVCache, model_cost
 from headprune.model.open import open_model
 from headprune.planning.windows import plan_windows
 from headprune.result.convert_swa import convert_swa
@@ -72,6 +74,9 @@ def test_the_heads_with_the_lowest_scores(folder):
             divmod(each, 3) for each in lowest
         )
     write_scores(folder / "scores", scores)
+    beyond = SwaConfig(max_kv_bytes=10**6, context_tokens=129)
+    with pytest.raises(PlanError, match="take 128 at most"):
+        convert_swa(folder / "model", folder / "a", beyond, scores=folder / "scores")
     again = convert_swa(folder / "model", folder / "a", SwaConfig(), scores=folder / "scores")
     assert again.plan.attentions == plan_windows(model, scores, 0.5).attentions
     assert again.manifest.evidence.id == scores.id
@@ -142,11 +147,57 @@ def test_healing(folder):
         heal(folder / "out", folder / "model", text, folder / "short", short)
 
 
+@pytest.mark.parametrize("seq_len", [None, 16])
+def test_windows_of_layers_are_healed_beyond_them(folder, seq_len):
+    """As a plain config, too, whose attention modules do not name their window."""
+    tiny.save(tiny.model("llama-gqa", attention_bias=False), folder / "model")
+    settings = {"targets": ("anywhere",), "window": 16, "sinks": None, "keep_full": 0}
+    converted(folder, **settings)
+    text = DataConfig(source=str(folder / "text.txt"))
+    config = HealConfig(steps=1, seq_len=seq_len, bf16=False)
+    given = (folder / "out", folder / "model", text, config, Context())
+    if seq_len is not None:
+        with pytest.raises(DataError, match="sequences of 16 tokens end before anything is lost"):
+            read_pair(*given)
+        return
+    pair = read_pair(*given)
+    ids = torch.tensor(pair.rows[0]["input_ids"])[None]
+    assert ids.shape[1] >= 32
+    with torch.no_grad():
+        student, teacher = (net(ids).logits[0] for net in (pair.model.net, pair.teacher))
+    assert (student[16:] - teacher[16:]).abs().max() > 1e-3
+    assert (student[:16] - teacher[:16]).abs().max() < 1e-5  # nothing is lost there
+    own = KVCache.of(pair.model.net)
+    assert own.lost_beyond(own) == 0  # windows that the teacher has, too
+
+
+def test_little_text_is_cut_no_shorter_than_the_windows(folder):
+    converted(folder, keep_full=0)
+    (folder / "text.txt").write_text(tiny.text(250))
+    text = DataConfig(source=str(folder / "text.txt"))
+    pair = read_pair(folder / "out", folder / "model", text, HealConfig(steps=1), Context())
+    assert len(pair.rows[0]["input_ids"]) == 2 * (8 + 2)
+
+
+def test_a_budget_of_windows_of_layers_is_met_exactly(folder):
+    tiny.save(tiny.model("llama-gqa", attention_bias=False), folder / "model")
+    plain = {"targets": ("anywhere",), "sinks": None, "window": 8}
+    sizes = converted(folder, "two", keep_full=2, **plain).manifest.kv_cache_bytes
+    budget = {"max_kv_bytes": sizes[1], "context_tokens": 128}
+    again = converted(folder, "again", **budget, **plain)
+    assert again.manifest.done.heads == 6 and again.manifest.kv_cache_bytes == sizes
+    less = {**budget, "max_kv_bytes": sizes[1] - 1}
+    assert converted(folder, "less", **less, **plain).manifest.done.heads == 9
+
+
 REFUSED = [
     ({"window": 126}, PlanError, "leaves nothing out of a context of 128 tokens"),
     ({"context_tokens": 10}, PlanError, "leaves nothing out of a context of 10 tokens"),
     ({"context_tokens": 129}, PlanError, "take 128 at most"),
     ({"keep_full": 1.0}, PlanError, "Nothing would get a window"),
+    ({"keep_full": 1.5}, PlanError, "must lie between 0 and 1, not 1.5"),
+    ({"keep_full": -0.5}, PlanError, "must lie between 0 and 1, not -0.5"),
+    ({"keep_full": -1}, PlanError, "must not be negative"),
     ({"keep_full": 13}, PlanError, "the model has 12 KV heads with a whole past"),
     ({"keep_full": 5, "level": "layer"}, PlanError, "the model has 4 layers"),
     ({"max_kv_bytes": 10, "context_tokens": 100}, PlanError, "takes 9,600 bytes"),
@@ -273,6 +324,10 @@ def test_healing_keeps_warnings_and_says_how_to_go_on(folder):
     assert any("No KV head keeps the whole past" in each for each in healed.pruned.warnings)
     left = folder / "again-unhealed"
     left.mkdir()
+    with pytest.raises(CheckpointError, match="headprune heal .*again-unhealed .* --steps 2$"):
+        headprune.convert_swa(model, folder / "again", **small)
+    (run := folder / "again-checkpoints").mkdir()
+    (run / "config.yaml").write_text("heal: {steps: 2}")
     with pytest.raises(CheckpointError, match="headprune heal .*again-unhealed .* --resume"):
         headprune.convert_swa(model, folder / "again", **small)
     assert not [*left.iterdir()] and not (folder / "again").exists()

@@ -20,6 +20,7 @@ from headprune.commands.command import Command
 from headprune.config.base import flag
 from headprune.errors import HeadpruneError
 from headprune.io.parsing import parse_yaml, read_yaml
+from headprune.io.writing import is_there
 from headprune.registry import did_you_mean
 
 _METAVARS = {int: "INTEGER", float: "NUMBER", Path: "PATH", str: "TEXT"}
@@ -151,7 +152,7 @@ def _use_settings(context: typer.Context, command: Command, given: list[str]) ->
     settings: dict[str, Any] = {}
     for each in given:
         name, equals, value = each.partition("=")
-        if equals and not Path(each).exists():
+        if equals and not is_there(each):
             settings |= _known({name.replace("-", "_"): _value(each, value)}, command)
         else:
             settings |= settings_in(Path(each), command)
@@ -193,7 +194,8 @@ def _known(settings: dict[str, Any], command: Command) -> dict[str, Any]:
                 "and give --trust-remote-code if you trust that code."
             )
         if name not in parameters:
-            near = did_you_mean(str(name), list(parameters))
+            spelt = [one for one in parameters if flag(one) == f"--{name}"]
+            near = did_you_mean(spelt[0] if spelt else str(name), list(parameters))
             raise HeadpruneError(f"--config: {command.name} has no option '{name}'.{near}")
     return {name: value for name, value in settings.items() if value is not None}
 

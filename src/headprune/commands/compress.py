@@ -118,6 +118,8 @@ def compress(
     shares: Sequence[Any] = keep or (None,)  # type: ignore[assignment]  # listed() read it
     call = locals()
     configs = [build(CompressConfig, call, keep=share) for share in shares]
+    if 1 in shares:
+        raise HeadpruneError("--keep 1 is the whole model: there is nothing to do. Leave it out.")
     from headprune.compression.compress import compress
     from headprune.io.outputs import claimed
 

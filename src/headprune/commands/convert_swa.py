@@ -116,6 +116,7 @@ def convert_swa(
         return converted(Path(output))
     from headprune.commands.convert_gqa import refuse_healing_by_layers
     from headprune.distillation.heal import make_and_heal
+    from headprune.io.outputs import claimed
     from headprune.model.loading import load_config
     from headprune.model.refusals import refuse_quantised
 
@@ -129,7 +130,9 @@ def convert_swa(
         context.line(f"{heads} KV heads with a window, verified", True)
         return pruned.warnings
 
-    return make_and_heal(make, model, text, Path(output), healing, overwrite, context)
+    out, evidence = Path(output), [place for place in (scores, gates) if place is not None]
+    with claimed(out, overwrite, evidence):
+        return make_and_heal(make, model, text, out, healing, overwrite, context)
 
 
 def refuse_beside_evidence(values: Mapping[str, Any]) -> None:

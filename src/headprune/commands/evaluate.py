@@ -33,6 +33,7 @@ def _show(console: Console, result: Report, values: Mapping[str, Any]) -> None:
     needs={
         **dict.fromkeys(("needle_lengths", "needle_trials", "needle_keys"), "needle"),
         **dict.fromkeys(("decode_batches", "speed_contexts"), "speed"),
+        "max_new_tokens": "metrics",
     },
 )
 def evaluate(

@@ -28,7 +28,13 @@ def _show(console: Console, result: Healed, values: Mapping[str, Any]) -> None:
     healed(console, result, COMMANDS["heal"].again(values, ACCESS))
 
 
-@command(Panel.CUT, _show, warnings=lambda result: result.pruned.warnings, together=True)
+@command(
+    Panel.CUT,
+    _show,
+    warnings=lambda result: result.pruned.warnings,
+    needs={"lora_rank": "train=lora"},
+    together=True,
+)
 def heal(
     model: o.Model,
     output: o.Output,

@@ -79,8 +79,6 @@ def goal_of(
     heads, kv_heads = sum(a.query_heads for a in attentions), sum(a.kv_heads for a in attentions)
     if not heads:
         raise PlanError("The model has no heads left, so there is nothing to compress.")
-    if config.keep == 1:
-        raise PlanError("The goal is 1, which the model meets as it is: there is nothing to do.")
     grouped = kv_heads < heads
     whole = Unit.KV_GROUP if grouped else Unit.HEAD
     context = config.context_tokens or stated_context(net)
@@ -118,7 +116,10 @@ def _window(config: CompressConfig, net: PreTrainedModel, stored: torch.dtype) -
     size, sinks, cache = usual_window(context), 0 if config.targets else _SINKS, KVCache.of(net)
     assert config.max_kv_bytes is not None
     room = _NEAR_SHARE * config.max_kv_bytes / stored.itemsize
-    while size > _LEAST_WINDOW and cache.elements(size + sinks) > room:
+    own = max(cache.windows.values(), default=0) if config.targets else 0
+    if own:  # a plain config has one size
+        size = own + 1
+    while not own and size > _LEAST_WINDOW and cache.elements(size + sinks) > room:
         size //= 2
     return Window(size=size, sinks=sinks) if cache.elements(size + sinks) <= room else None
 

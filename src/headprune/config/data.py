@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from headprune.config.base import Settings, build
 from headprune.config.values import Dtype, Length, Place, PositiveInt, Seed, Tokens
 from headprune.errors import DataError
+from headprune.io.writing import is_there
 
 BUILDERS = {  # of datasets, by the ending of a file
     ".jsonl": "json",
@@ -100,7 +101,7 @@ def data_config(
     """
     source = str(place)
     name, at, given = source.rpartition("@")
-    if at and name and "/" not in given and not Path(source).exists():
+    if at and name and "/" not in given and not is_there(source):
         source, split = name, given
         if (path := Path(name)).exists() and not (path / "dataset_dict.json").is_file():
             raise DataError(
@@ -157,7 +158,7 @@ def _domain(place: Any, name: str | None = None) -> Any:
     if not isinstance(place, str | Path):
         return place
     match = re.fullmatch(r"([\w.-]+)=(.+)", str(place), re.DOTALL)
-    if name is None and match is not None and not Path(place).exists():
+    if name is None and match is not None and not is_there(place):
         name, place = match.groups()
     stem = Path(str(place).removesuffix(".gz")).stem
     return {"name": name or re.sub(r"[^\w.-]+", "-", stem) or "data", "source": place}

@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from headprune.io.parsing import shown
+from headprune.io.writing import is_there
 
 
 def _no_truth_value(value: object) -> object:
@@ -130,7 +131,7 @@ def kv_head_counts(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        text = Path(value).read_text(encoding="utf-8-sig") if Path(value).is_file() else value
+        text = Path(value).read_text(encoding="utf-8-sig") if is_there(value) else value
         content = json.loads(text) if text.lstrip().startswith("[") else text
         numbers = content if isinstance(content, list) else list(map(int, content.split(",")))
         if not all(type(number) is int for number in numbers):

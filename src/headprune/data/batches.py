@@ -54,7 +54,6 @@ from headprune.data.text import (
 )
 from headprune.data.tokens import around, refuse_beyond
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.model.attention import attention_of
 from headprune.model.batch import (
     Batch,
     SpeechProcessor,
@@ -123,10 +122,12 @@ def batches(
     data: DataConfig,
     config: TrainGatesConfig | HealConfig | CalibrationConfig,
     running: bool = False,
+    edge: int = 0,
 ) -> Batches:
     """Return the batches of a model's task and an objective.
 
-    ``running`` keeps plain text whole, also for a model of single sentences.
+    ``running`` keeps plain text whole, also for a model of single sentences. Sequences are longer
+    than ``edge`` tokens, so that something is lost to a window.
 
     Raises:
         DataError: If the text is too short.
@@ -142,7 +143,6 @@ def batches(
         of_step = config.batch_size or _EXAMPLES * processes.count()
         return Batches(*read(objective, net, tokenizer, data, need), of_step)
     most = most_tokens(net, tokenizer, ["encoder"]) or STEP_TOKENS
-    edge = max((sum(a.window) for a in attention_of(net) if a.window is not None), default=0)
     asked = config.seq_len or min(most, max(STEP_TOKENS, 2 * edge))
     seq_len = usable_length(net, tokenizer, asked, ["encoder"])
     vocabulary = vocabulary_of(net)
@@ -168,12 +168,13 @@ def batches(
 
         rows, documents = windows_of(seq_len)
         if config.seq_len is None and len(rows) < _MIN_SEQUENCES:
-            seq_len = max(8, seq_len * len(rows) // _MIN_SEQUENCES)
+            shorter = seq_len * len(rows) // _MIN_SEQUENCES
+            seq_len = max(8, min(seq_len, 2 * edge), shorter)
             rows, documents = windows_of(seq_len)
-        if edge >= seq_len and isinstance(config, HealConfig):
+        if edge >= seq_len:
             raise DataError(
                 f"Heads of the model see a window, and sequences of {seq_len:,} tokens end before "
-                f"anything is lost to them: {edge:,} tokens. Give more text, or a larger --seq-len."
+                f"anything is lost to them: {edge:,} tokens. Give a larger --seq-len."
             )
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)

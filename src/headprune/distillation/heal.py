@@ -31,7 +31,7 @@ from headprune.packages import refuse_missing
 from headprune.placements import Placement, in_shards, placing, sharding
 from headprune.result.folder import ModelFolder
 from headprune.result.write import Changes, Pruned, write
-from headprune.resuming import Run, claimed_run
+from headprune.resuming import CONFIG, Run, claimed_run
 from headprune.schemas.records import Healing
 from headprune.training import (
     HistoryCallback,
@@ -109,7 +109,8 @@ def heal(
         TrainingError: If a number is not finite.
     """
     config = _checked(config)
-    again = _resume_command(model, teacher, data, output, config, rerun, context)
+    resumed = rerun.model_copy(update={"resume": True})
+    again = _resume_command(model, teacher, data, output, config, resumed, context)
     if not processes.is_main():
         context = context.without_progress()
     inputs: dict[str, Any] = {"model": model, "teacher": teacher, "data": data}
@@ -145,6 +146,8 @@ def make_and_heal(
     with placing(Placement.WHOLE), claimed(output, overwrite, inputs):
         unhealed, rerun = beside(output, "{}-unhealed"), Resuming(overwrite=overwrite)
         if unhealed.exists() and not overwrite:
+            begun = (Run.of(output, "heal", config).folder / CONFIG).exists()
+            rerun = Resuming(resume=begun)
             again = _resume_command(unhealed, teacher, data, output, config, rerun, context)
             raise CheckpointError(
                 f"'{unhealed}' is of an earlier run, whose healing did not end. Start anew with "
@@ -318,6 +321,6 @@ def _resume_command(
         trust_remote_code=context.allowed.trust_remote_code,
         overwrite=rerun.overwrite,
         device=devices.asked(),
-        resume=True,
+        resume=rerun.resume,
     )
     return f"Continue with: {line}"

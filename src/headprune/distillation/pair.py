@@ -18,6 +18,7 @@ from headprune.distillation.shards import refuse_uneven_ties, refuse_unmapped
 from headprune.errors import HeadpruneError
 from headprune.formats.format import read_export
 from headprune.io.ownership import EXPORTED
+from headprune.model.cost import KVCache
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 from headprune.model.open import Model, open_model, read_model
 from headprune.model.placement import move_to_device, reshard
@@ -93,7 +94,8 @@ def read_pair(
     refuse_unprovable(student, edit.plan)
     reshard(student.net)
     context.stage("reading the data")
-    text = batches(Objective.DISTILL, student.net, student.tokenizer, data, config)
+    edge = KVCache.of(student.net).lost_beyond(KVCache.of(matched))
+    text = batches(Objective.DISTILL, student.net, student.tokenizer, data, config, edge=edge)
     read = (*text.split(), text.collate, text.of_step)
     return Pair(student, matched, teacher, edit, stored, *read, conversion, bf16)
 

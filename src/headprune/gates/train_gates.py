@@ -165,6 +165,7 @@ def train_gates(
         refuse_missing_reporter(config.report_to)
         refuse_unknown_kinds(config.attention)
         refuse_target(config.target_heads)
+        refuse_target(config.keep_full)
         context.stage("loading the model")
         frozen = config.train is Train.GATES
         opened = open_model(model, config.dtype, context.allowed, calibrates=frozen)

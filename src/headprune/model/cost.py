@@ -103,6 +103,15 @@ class KVCache:
         whole = sum(each * self.kept(path, context) for path, each in self.per_token.items())
         return whole - sum(each * max(0, context - most) for each, most in self.near.values())
 
+    def lost_beyond(self, whole: KVCache) -> int:
+        """Return the tokens that all modules keep of a longer cache; 0 where they keep it all."""
+        shorter = (
+            most + 1
+            for path, most in self.windows.items()
+            if most < whole.windows.get(path, sys.maxsize)
+        )
+        return max([*shorter, *(most for _, most in self.near.values())], default=0)
+
 
 def stated_context(*models: PreTrainedModel) -> int:
     """Return the tokens at which caches are stated: 1, or ``CONTEXT`` where one has windows.

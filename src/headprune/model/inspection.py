@@ -183,7 +183,8 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
                 kind=a.kind,
                 query_heads=a.query_heads,
                 kv_heads=cost.kv_heads_of(net, a),
-                window_heads=a.kv_heads if a.path in layers else a.window_heads,
+                # beside windows of heads, a layer's own is another one
+                window_heads=a.window_heads if windows else a.kv_heads * (a.path in layers),
                 head_dim=a.head_dim,
                 parameters=cost.attention_parameters(a),
             )

@@ -26,6 +26,7 @@ def plan_windows(
     max_kv_bytes: int | None = None,
     context: int | None = None,
     element: torch.dtype = torch.bfloat16,
+    plain: bool = False,
 ) -> Plan:
     """Return the plan that gives the KV heads, or layers, with the lowest scores a window.
 
@@ -36,6 +37,7 @@ def plan_windows(
         max_kv_bytes: Instead, bytes of the cache of one sequence.
         context: Its tokens.
         element: Its element type.
+        plain: Whether the result is a plain config, whose layers keep what the next token sees.
 
     Raises:
         PlanError: If the scores are not of windows, no plan keeps to the budget, or nothing would
@@ -50,7 +52,8 @@ def plan_windows(
     values = scores.of(None)[1].tolist()
     order = sorted(range(len(units)), key=lambda number: (-values[number], number))
     if max_kv_bytes is not None and context is not None:
-        beyond = max(0, context - window.size - window.sinks) * element.itemsize
+        lasting = window.size - 1 if plain else window.size + window.sinks
+        beyond = max(0, context - lasting) * element.itemsize
         saved = [len(heads) * kv_width(attention) * beyond for attention, heads in units]
         total = KVCache.of(model.any_net).elements(context) * element.itemsize - sum(saved)
         if total > max_kv_bytes:

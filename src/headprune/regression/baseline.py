@@ -16,7 +16,9 @@ from headprune.evaluation.loaded import Loaded
 from headprune.evaluation.metrics import Samples, spec_of
 from headprune.io.parsing import read_as
 from headprune.io.writing import write_whole
+from headprune.model.loading import task_of
 from headprune.schemas.values import Digest, Finite
+from headprune.surgery.layer_windows import HELD_BY
 
 # settings that decide a number; the others, such as the batch size, may change
 DECISIVE = ("prefix_ids", "seq_len", "max_windows", "seed")
@@ -28,7 +30,7 @@ class Subject(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model_type: str
-    architecture: str
+    task: str
     hidden_size: NonNegativeInt | None
     layers: NonNegativeInt | None
     vocab_size: NonNegativeInt | None
@@ -38,8 +40,9 @@ class Subject(BaseModel):
         """Return the subject of a model."""
         text = net.config.get_text_config()
         return cls(
-            model_type=net.config.model_type,
-            architecture=type(net).__name__,
+            # windows of layers come with a class that holds them
+            model_type=HELD_BY.get(net.config.model_type, net.config.model_type),
+            task=task_of(net),
             hidden_size=getattr(text, "hidden_size", None),
             layers=getattr(text, "num_hidden_layers", None),
             vocab_size=getattr(text, "vocab_size", None),
@@ -66,6 +69,7 @@ class Baseline(BaseModel):
         limits: The limits that were in force.
         metrics: Quality.
         structure: Heads, parameters and KV bytes.
+        kv_cache_tokens: Context of the KV bytes without one in their name.
         load_route: "native" or "runtime".
         samples: Per window or example, the columns of the metrics.
     """
@@ -88,6 +92,7 @@ class Baseline(BaseModel):
     limits: tuple[str, ...]
     metrics: dict[str, float]
     structure: dict[str, NonNegativeInt]
+    kv_cache_tokens: NonNegativeInt
     load_route: str
     samples: dict[str, tuple[Finite, ...] | tuple[tuple[Finite, ...], ...]]
 
@@ -138,6 +143,18 @@ class Baseline(BaseModel):
         if self.inputs_sha256 != loaded.inputs_sha256():
             return "with another tokenizer: it made other token ids of the same texts"
         return None
+
+    def refuse_cache(self, path: Path, metric: str, tokens: int, dtype: str) -> None:
+        """Refuse KV bytes of another context or element type; raise DataError."""
+        if metric != "kv_cache_bytes":  # its name has a context
+            tokens = self.kv_cache_tokens
+        if (self.kv_cache_tokens, self.dtype) != (tokens, dtype):
+            raise DataError(
+                f"The {metric} of the baseline '{path}' is of {self.kv_cache_tokens:,} tokens in "
+                f"{self.dtype}, and here of {tokens:,} in {dtype}: they cannot be compared. Limit "
+                "kv_cache_bytes@2k, in the same --dtype, or write a new baseline with "
+                "--update-baseline."
+            )
 
     def refuse_metric(
         self, path: Path, metric: str, settings: dict[str, Any], against: str | None

@@ -15,7 +15,7 @@ from headprune.evaluation.metrics import Floats, context_of, is_score, parted, p
 from headprune.evaluation.report import Identified, Metric
 from headprune.io.outputs import claimed_file
 from headprune.io.ownership import BASELINE
-from headprune.model.cost import model_cost
+from headprune.model.cost import model_cost, stated_context
 from headprune.model.residency import residency_of
 from headprune.regression.baseline import Baseline, Subject, read_baseline
 from headprune.regression.limits import SPEED, STRUCTURE, Limit, parse_limit
@@ -28,6 +28,7 @@ from headprune.regression.verdicts import (
     structure_of,
 )
 from headprune.schemas.values import Digest
+from headprune.tensors.dtypes import dtype_name
 
 
 class CheckReport(Identified):
@@ -95,6 +96,9 @@ def check(
         for one in limits:
             if one.needs_baseline and one.is_quality:
                 baseline.refuse_metric(path, one.metric, settings, original)
+            if one.needs_baseline and plain(one.metric) == "kv_cache_bytes":
+                tokens, dtype = stated_context(*loaded.nets), dtype_name(loaded.nets[0].dtype)
+                baseline.refuse_cache(path, one.metric, tokens, dtype)
     evaluation = run(loaded, config.evaluate_config(), progress)
     ratios: dict[str, Floats] = {}
     for at, context in _timed(limits).items():
@@ -156,6 +160,7 @@ def update_baseline(
             limits=config.limits,
             metrics={metric.name: metric.value for metric in report.model.metrics},
             structure=structure_of(report.model.cost),
+            kv_cache_tokens=report.model.cost.kv_cache_tokens,
             load_route=load_route(loaded.nets[0]),
             samples={k: tuple(v.tolist()) for k, v in evaluation.samples[0].columns.items()},
         )

@@ -130,6 +130,8 @@ def _parsed(text: str) -> Limit:
             f"there is no metric '{name}'{' of data' if domain else ''}."
             f"{did_you_mean(name, known)} Known are {', '.join(known)}."
         )
+    if name == ROUTE and metric != ROUTE:
+        raise _Problem(f"{ROUTE} is of the whole model: leave out what stands behind it.")
     if name in SPEED and metric != name and context_of(metric) is None:
         raise _Problem(f"'{metric}' has no context: write it as '{name}@8k', of 8,192 tokens.")
     operator = next((one for one in get_args(Operator) if one == op), None)

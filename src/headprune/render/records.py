@@ -137,7 +137,7 @@ def windows(manifest: Manifest) -> list[Paragraph]:
 
 def window_words(near: int, kv_heads: int, window: Window) -> Paragraph:
     """Return the loss of a number of KV heads with a window."""
-    others = "only the others" if near < kv_heads else "no head"
+    others = "only heads with a whole past" if near < kv_heads else "no head"
     return Paragraph(
         f"{near} of {kv_heads} KV heads see only {window}: what lies between is lost to them, and "
         f"{others} can recall it."

@@ -9,9 +9,11 @@ from pathlib import Path
 from headprune.config import DataConfig, Dtype, LayoutOption, SwaConfig, Writing
 from headprune.context import Context
 from headprune.errors import CheckpointError
-from headprune.evidence.windows import window_of, window_scores
+from headprune.evidence.windows import refuse_context, window_of, window_scores
 from headprune.io.outputs import claims_output
+from headprune.model.batch import most_tokens
 from headprune.model.open import Model, open_model
+from headprune.model.units import refuse_target
 from headprune.planning.constraints import constraints_of
 from headprune.planning.windows import plan_windows, windows_of_gates
 from headprune.proof.twins import refuse_unproven
@@ -125,6 +127,8 @@ def propose_windows(
     Raises:
         HeadpruneError: If the input does not fit together.
     """
+    refuse_target(config.keep_full)
+    refuse_context(config.context_tokens, most_tokens(model.any_net, model.tokenizer))
     if config.targets:
         held = constraints_of(model.any_net, LayoutOption.PER_LAYER, config.targets)
         window = scores.metadata.window if scores is not None else None
@@ -134,7 +138,7 @@ def propose_windows(
         scores = window_scores(model, config.scoring, data, context)
     element = model.result_dtypes(config.out_dtype).default
     budget = config.kept, config.max_kv_bytes, config.context_tokens
-    plan = plan_windows(model, scores, *budget, element)
+    plan = plan_windows(model, scores, *budget, element, plain=bool(config.targets))
     criterion, _ = scores.of(None)
     seed = scores.metadata.calibration.seed
     evidence = Evidence(
