@@ -222,7 +222,6 @@ def test_a_file_has_settings_and_the_command_line_wins(tmp_path, capsys):
     found = json.loads(out)
     assert (list(found["scores"]), found["calibration"]["seed"]) == (["magnitude"], 3)
     for text, message in (
-        ("for: anywhere", "score has no option 'for'."),
         ("criterio: random", "score has no option 'criterio'. Did you mean 'criterion'"),
         ("trust_remote_code: true", "A file cannot allow code"),
         ("seq_len: true", "--seq-len: give a number, not true or false"),
@@ -237,6 +236,8 @@ def test_a_file_has_settings_and_the_command_line_wins(tmp_path, capsys):
     refuses(capsys, "'xxx", "score", model, tmp_path / "b", "--config", long)
     near = "compress has no option 'heal'. Did you mean 'heal_steps'?"
     refuses(capsys, near, "compress", "m", tmp_path / "b", "--config", "heal=3")
+    near = "compress has no option 'for'. Did you mean 'targets'?"
+    refuses(capsys, near, "compress", "m", tmp_path / "b", "--config", "for=anywhere")
 
 
 @pytest.mark.parametrize(

@@ -568,7 +568,7 @@ def test_a_name_says_that_a_refit_was_left_out(llama_folder, data, tmp_path, mon
     assert choice.chosen.name == "KV groups, compensated, refit (left out)"
 
 
-def test_names_and_numbers_of_the_table_stay_whole_in_a_narrow_terminal():
+def test_the_table_fits_a_narrow_terminal_and_its_numbers_stay_whole():
     both = {"chosen_by": 1.0, "passage_words": 0.9, "far_nats": -0.125}
     sizes = {"parameters": 134_515_008, "kv_cache_bytes": 377_487_360, "kv_heads": 90}
     original = Contender(name="original", seconds=0, query_heads=270, **sizes, **both)

@@ -143,7 +143,7 @@ def test_healing(folder):
     assert healed.after < healed.before
     assert read_manifest(folder / "healed").proof.gated_vs_reloaded < 1e-4
     short = HealConfig(steps=3, seq_len=10)
-    with pytest.raises(DataError, match="end before anything is lost to them: 10 tokens"):
+    with pytest.raises(DataError, match="anything is lost to them. Give a --seq-len above 10"):
         heal(folder / "out", folder / "model", text, folder / "short", short)
 
 
@@ -181,10 +181,12 @@ def test_little_text_is_cut_no_shorter_than_the_windows(folder):
 
 def test_a_budget_of_windows_of_layers_is_met_exactly(folder):
     tiny.save(tiny.model("llama-gqa", attention_bias=False), folder / "model")
-    plain = {"targets": ("anywhere",), "sinks": None, "window": 8}
+    plain = {"level": "layer", "sinks": 0, "window": 8}
     sizes = converted(folder, "two", keep_full=2, **plain).manifest.kv_cache_bytes
     budget = {"max_kv_bytes": sizes[1], "context_tokens": 128}
-    again = converted(folder, "again", **budget, **plain)
+    again = converted(
+        folder, "again", **budget, **{**plain, "targets": ("anywhere",), "sinks": None}
+    )
     assert again.manifest.done.heads == 6 and again.manifest.kv_cache_bytes == sizes
     less = {**budget, "max_kv_bytes": sizes[1] - 1}
     assert converted(folder, "less", **less, **plain).manifest.done.heads == 9

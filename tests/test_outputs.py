@@ -412,6 +412,7 @@ FOLDERS = [
     f"prune {M} --scores zoo/scores --keep 0.5 --refit zoo/text.txt OUT --overwrite",
     f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt OUT --overwrite",
     f"convert-gqa {M} --kv-heads 1 --calibrate zoo/text.txt --heal 3 OUT --overwrite",
+    f"convert-swa {M} {TEXT} --scores zoo/scores --heal 3 OUT --overwrite",
     f"score {M} {TEXT} OUT --overwrite",
     f"migrate {M} OUT --overwrite",
     f"train-gates {M} {TEXT} --steps 1 --target-heads 0.5 OUT --overwrite",

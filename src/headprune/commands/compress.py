@@ -119,7 +119,9 @@ def compress(
     call = locals()
     configs = [build(CompressConfig, call, keep=share) for share in shares]
     if 1 in shares:
-        raise HeadpruneError("--keep 1 is the whole model: there is nothing to do. Leave it out.")
+        raise HeadpruneError(
+            "--keep 1 is the whole model: there is nothing to do. Give a smaller share."
+        )
     from headprune.compression.compress import compress
     from headprune.io.outputs import claimed
 

@@ -130,8 +130,8 @@ def convert_swa(
         context.line(f"{heads} KV heads with a window, verified", True)
         return pruned.warnings
 
-    out, evidence = Path(output), [place for place in (scores, gates) if place is not None]
-    with claimed(out, overwrite, evidence):
+    out = Path(output)
+    with claimed(out, overwrite, (model, text.source, scores, gates)):
         return make_and_heal(make, model, text, out, healing, overwrite, context)
 
 

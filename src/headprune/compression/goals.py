@@ -115,11 +115,12 @@ def _window(config: CompressConfig, net: PreTrainedModel, stored: torch.dtype) -
         return None
     size, sinks, cache = usual_window(context), 0 if config.targets else _SINKS, KVCache.of(net)
     assert config.max_kv_bytes is not None
+    if config.targets and cache.windows:  # a plain config has one size
+        most = max(cache.windows.values())
+        fits = cache.elements(most) * stored.itemsize <= config.max_kv_bytes
+        return Window(size=most + 1, sinks=0) if fits else None
     room = _NEAR_SHARE * config.max_kv_bytes / stored.itemsize
-    own = max(cache.windows.values(), default=0) if config.targets else 0
-    if own:  # a plain config has one size
-        size = own + 1
-    while not own and size > _LEAST_WINDOW and cache.elements(size + sinks) > room:
+    while size > _LEAST_WINDOW and cache.elements(size + sinks) > room:
         size //= 2
     return Window(size=size, sinks=sinks) if cache.elements(size + sinks) <= room else None
 

@@ -411,7 +411,7 @@ class HealConfig(Settings):
     objective: HealObjective = HealObjective.AUTO
     lora_rank: PositiveInt = 16
     batch_size: PositiveInt | None = None  # as many as have STEP_TOKENS; of examples at least 4
-    seq_len: Length | None = None  # STEP_TOKENS, or the most that the model takes
+    seq_len: Length | None = None  # STEP_TOKENS or two windows, as far as the model takes them
     optimizer: HealOptimizer = HealOptimizer.AUTO
     learning_rate: Positive | None = None  # 2e-4 with muon, 1e-4 with adamw
     bf16: bool = True  # autocast, where the device has it in hardware

@@ -131,7 +131,9 @@ def kv_head_counts(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        text = Path(value).read_text(encoding="utf-8-sig") if is_there(value) else value
+        file = Path(value)
+        is_file = is_there(file) and file.is_file()
+        text = file.read_text(encoding="utf-8-sig") if is_file else value
         content = json.loads(text) if text.lstrip().startswith("[") else text
         numbers = content if isinstance(content, list) else list(map(int, content.split(",")))
         if not all(type(number) is int for number in numbers):

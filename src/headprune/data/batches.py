@@ -126,8 +126,8 @@ def batches(
 ) -> Batches:
     """Return the batches of a model's task and an objective.
 
-    ``running`` keeps plain text whole, also for a model of single sentences. Sequences are longer
-    than ``edge`` tokens, so that something is lost to a window.
+    ``running`` keeps plain text whole, also for a model of single sentences. Packed sequences are
+    longer than ``edge`` tokens, so that something is lost to a window.
 
     Raises:
         DataError: If the text is too short.
@@ -174,7 +174,7 @@ def batches(
         if edge >= seq_len:
             raise DataError(
                 f"Heads of the model see a window, and sequences of {seq_len:,} tokens end before "
-                f"anything is lost to them: {edge:,} tokens. Give a larger --seq-len."
+                f"anything is lost to them. Give a --seq-len above {edge:,}."
             )
         if objective is Objective.MLM:
             refuse_beyond([tokenizer.mask_token_id], tokenizer, vocabulary)

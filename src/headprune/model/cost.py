@@ -104,13 +104,17 @@ class KVCache:
         return whole - sum(each * max(0, context - most) for each, most in self.near.values())
 
     def lost_beyond(self, whole: KVCache) -> int:
-        """Return the tokens that all modules keep of a longer cache; 0 where they keep it all."""
-        shorter = (
-            most + 1
+        """Return the longest sequence in which a module with less than ``whole`` loses nothing.
+
+        0 where none has less.
+        """
+        layers = (
+            most + 1  # the current token is not of the cache
             for path, most in self.windows.items()
             if most < whole.windows.get(path, sys.maxsize)
         )
-        return max([*shorter, *(most for _, most in self.near.values())], default=0)
+        heads = (near[1] for path, near in self.near.items() if near != whole.near.get(path))
+        return max([*layers, *heads], default=0)
 
 
 def stated_context(*models: PreTrainedModel) -> int:

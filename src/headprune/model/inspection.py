@@ -44,7 +44,7 @@ class AttentionReport(_InspectionPart):
         kind: "self", "encoder", "decoder", "cross", "text" or "vision".
         query_heads: Query heads.
         kv_heads: KV heads.
-        window_heads: KV heads of these that see a window only.
+        window_heads: KV heads of these that see ``Inspection.window`` only.
         head_dim: Width of a head.
         parameters: Parameters of its projections.
     """
@@ -183,7 +183,7 @@ def inspect(model: str | Path, allowed: Allowed = Allowed()) -> Inspection:
                 kind=a.kind,
                 query_heads=a.query_heads,
                 kv_heads=cost.kv_heads_of(net, a),
-                # beside windows of heads, a layer's own is another one
+                # `window` is that of heads where there are any; a layer's own is not counted there
                 window_heads=a.window_heads if windows else a.kv_heads * (a.path in layers),
                 head_dim=a.head_dim,
                 parameters=cost.attention_parameters(a),

@@ -16,6 +16,7 @@ from headprune.schemas.gates import TrainedGates
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.schemas.records import Window
 from headprune.schemas.scores import Scores
+from headprune.surgery.layer_windows import no_layer_windows
 from headprune.tensors.units import Unit
 
 
@@ -26,7 +27,6 @@ def plan_windows(
     max_kv_bytes: int | None = None,
     context: int | None = None,
     element: torch.dtype = torch.bfloat16,
-    plain: bool = False,
 ) -> Plan:
     """Return the plan that gives the KV heads, or layers, with the lowest scores a window.
 
@@ -37,7 +37,6 @@ def plan_windows(
         max_kv_bytes: Instead, bytes of the cache of one sequence.
         context: Its tokens.
         element: Its element type.
-        plain: Whether the result is a plain config, whose layers keep what the next token sees.
 
     Raises:
         PlanError: If the scores are not of windows, no plan keeps to the budget, or nothing would
@@ -52,7 +51,9 @@ def plan_windows(
     values = scores.of(None)[1].tolist()
     order = sorted(range(len(units)), key=lambda number: (-values[number], number))
     if max_kv_bytes is not None and context is not None:
-        lasting = window.size - 1 if plain else window.size + window.sinks
+        lasting = window.size + window.sinks
+        if layers and not window.sinks and no_layer_windows(model.any_net.config, lasting) is None:
+            lasting -= 1  # a plain config caches what the next token sees beside itself
         beyond = max(0, context - lasting) * element.itemsize
         saved = [len(heads) * kv_width(attention) * beyond for attention, heads in units]
         total = KVCache.of(model.any_net).elements(context) * element.itemsize - sum(saved)

@@ -17,6 +17,7 @@ from headprune.evaluation.metrics import Samples, spec_of
 from headprune.io.parsing import read_as
 from headprune.io.writing import write_whole
 from headprune.model.loading import task_of
+from headprune.render.blocks import at_context
 from headprune.schemas.values import Digest, Finite
 from headprune.surgery.layer_windows import HELD_BY
 
@@ -40,8 +41,7 @@ class Subject(BaseModel):
         """Return the subject of a model."""
         text = net.config.get_text_config()
         return cls(
-            # windows of layers come with a class that holds them
-            model_type=HELD_BY.get(net.config.model_type, net.config.model_type),
+            model_type=net.config.model_type,
             task=task_of(net),
             hidden_size=getattr(text, "hidden_size", None),
             layers=getattr(text, "num_hidden_layers", None),
@@ -123,7 +123,9 @@ class Baseline(BaseModel):
     def _other(self, loaded: Loaded, settings: dict[str, Any]) -> str | None:
         subject, further = Subject.of(loaded.nets[0]), loaded.further() or {}
         for name in Subject.model_fields:
-            if (then := getattr(self.subject, name)) != (now := getattr(subject, name)):
+            then, now = getattr(self.subject, name), getattr(subject, name)
+            # windows of layers come with a class that holds them
+            if HELD_BY.get(then, then) != HELD_BY.get(now, now):
                 return f"for another model: its {name} was {then} and is {now}"
         digests = [(self.data.get("source"), self.data_sha256, loaded.data_sha256())]
         digests += [
@@ -145,15 +147,21 @@ class Baseline(BaseModel):
         return None
 
     def refuse_cache(self, path: Path, metric: str, tokens: int, dtype: str) -> None:
-        """Refuse KV bytes of another context or element type; raise DataError."""
-        if metric != "kv_cache_bytes":  # its name has a context
-            tokens = self.kv_cache_tokens
-        if (self.kv_cache_tokens, self.dtype) != (tokens, dtype):
+        """Refuse KV bytes of another element type, or of another context where none is named.
+
+        Raises:
+            DataError: Naming the difference.
+        """
+        if self.dtype != dtype:
             raise DataError(
-                f"The {metric} of the baseline '{path}' is of {self.kv_cache_tokens:,} tokens in "
-                f"{self.dtype}, and here of {tokens:,} in {dtype}: they cannot be compared. Limit "
-                "kv_cache_bytes@2k, in the same --dtype, or write a new baseline with "
-                "--update-baseline."
+                f"The {metric} of the baseline '{path}' is in {self.dtype}, and here in {dtype}: "
+                "give the same --dtype, or write a new one with --update-baseline."
+            )
+        if metric == "kv_cache_bytes" and self.kv_cache_tokens != tokens:
+            raise DataError(
+                f"The {metric} of the baseline '{path}' is {at_context(self.kv_cache_tokens)}, and "
+                f"here {at_context(tokens)}, since one has windows. Limit kv_cache_bytes@2k or "
+                "@8k, or write a new one with --update-baseline."
             )
 
     def refuse_metric(

@@ -276,12 +276,12 @@ def _key(lines: Iterable[str]) -> Paragraph:
 def contenders(choice: ModelChoice) -> Table:
     """Return a row per candidate: quality on the half that chooses, and sizes."""
     every = (choice.original, *choice.contenders)
-    marks = [f"{'> ' if one is choice.chosen else '  '}{one.name}" for one in every]
-    columns = {"": marks, choice.measure: [f"{one.chosen_by:.3f}" for one in every]}
-    if any(choice.passage_words):
-        columns["words kept"] = [_or_none(one.passage_words, ".3f") for one in every]
+    names = [f"{'> ' if one is choice.chosen else '  '}{one.name}" for one in every]
+    columns = {"": names, choice.measure: [f"{one.chosen_by:.3f}" for one in every]}
+    if choice.passage_words[0]:
+        columns["words kept"] = [_or_dash(one.passage_words, ".3f") for one in every]
     if choice.original.far_nats is not None:
-        columns["nats of far answers"] = [_or_none(one.far_nats, "+.3f") for one in every]
+        columns["nats of far answers"] = [_or_dash(one.far_nats, "+.3f") for one in every]
     columns["parameters"] = [f"{one.parameters:,}" for one in every]
     if choice.original.kv_cache_bytes:
         cached = f"KV bytes {at_context(choice.kv_cache_tokens)}"
@@ -289,7 +289,7 @@ def contenders(choice: ModelChoice) -> Table:
     return Table(tuple(columns), list(zip(*columns.values(), strict=True)))
 
 
-def _or_none(value: float | None, form: str) -> str:
+def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
@@ -311,7 +311,6 @@ def chosen(choice: ModelChoice) -> list[Block]:
         f"{f'the best of {count}' if count > 1 else 'measured alone'} on one half of "
         f"{choice.held_out_tokens:,} held-out tokens."
     )
-    text += _other_half(choice.chosen, choice.measure)
     if words := choice.passage_words[0]:
         text += (
             f" Half of the words that only their passage tells, {words}, choose as well: a tenth "
@@ -321,6 +320,8 @@ def chosen(choice: ModelChoice) -> list[Block]:
         text += (
             " A tenth of a nat in answers further back than a window counts as 1 % of perplexity."
         )
+    if choice.chosen.held_out is not None:
+        text += _other_half(choice.chosen, choice.measure)
     reasons = [f"{name} was left out: {why}" for name, why in choice.left_out.items()]
     return [Paragraph(text), contenders(choice), *(Paragraph(why, "note") for why in reasons)]
 

@@ -15,7 +15,8 @@ from rich.text import Text as Styled
 
 from headprune.render.blocks import KEPT, MERGED, WINDOW, Code, Page, Paragraph, Signs, Table
 
-_NAME, _NUMBER = 16, 24  # columns that a name keeps in a narrow terminal, and a number at most
+_NAME = 16  # columns that a name keeps in a narrow terminal
+_NUMBER = 24  # columns of a number, at most
 _TONES = {"verified": "bold green", "note": "yellow", "warning": "yellow"}
 _WORDS = {"passed": "green", "broken": "bold red", "FAILED": "bold red", "cannot decide": "yellow"}
 

@@ -138,7 +138,7 @@ def propose_windows(
         scores = window_scores(model, config.scoring, data, context)
     element = model.result_dtypes(config.out_dtype).default
     budget = config.kept, config.max_kv_bytes, config.context_tokens
-    plan = plan_windows(model, scores, *budget, element, plain=bool(config.targets))
+    plan = plan_windows(model, scores, *budget, element)
     criterion, _ = scores.of(None)
     seed = scores.metadata.calibration.seed
     evidence = Evidence(
