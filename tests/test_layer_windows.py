@@ -242,6 +242,15 @@ def test_inspect_names_the_layers_with_a_window(folder):
     assert headprune.inspect(folder / "m").window is None
 
 
+def test_windows_of_heads_are_counted_apart_from_those_of_layers(folder, tmp_path):
+    how = {"window": 8, "keep_full": 1, "seq_len": 64, "data": folder / "text.txt"}
+    result = headprune.convert_swa(folder / "out", tmp_path / "both", **how)
+    seen = headprune.inspect(tmp_path / "both")
+    assert (seen.window.size, seen.window.sinks) == (8, 4)
+    assert sum(a.window_heads for a in seen.attentions) == result.manifest.done.heads == 5
+    assert "only heads with a whole past can recall it" in (tmp_path / "both/README.md").read_text()
+
+
 def test_a_healed_result_keeps_the_record_of_its_windows(folder, tmp_path):
     text = tmp_path / "long.txt"
     text.write_text("\n".join(tiny.text(60, seed=seed) for seed in range(300)))
