@@ -12,6 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI
@@ -39,7 +40,7 @@ CACHES = {
     ("smollm2-kv", "by layer"): "KV heads, by layer",
     ("smollm2-kv", "latent"): "one latent",
     ("smollm2-windows", "KV heads"): "windows, at 2,048 tokens",
-    ("smollm2-windows", "gates, 60 steps"): "windows by gates",
+    ("smollm2-windows", "KV heads: gates, 60 steps"): "windows by gates",
 }
 ORIGINALS = ("original", "original, F16")
 WORST = 2  # a ratio beyond which nobody would use it, and all others would look alike
@@ -104,14 +105,16 @@ def looked_at(model: str) -> None:
 def curve_of_caches() -> None:
     """Draw perplexity by KV bytes per token, of all that is in results.json."""
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in CACHES.values()}
-    results = [r for r in Results.read().results if r.sample == 0]
+    every = Results.read().results
+    results = [r for r in every if r.sample == 0]
     tables = {"smollm2-heads", *(table for table, _ in CACHES)}
     whole = {r.table: _perplexity(r) for r in results if r.table in tables and r.row in ORIGINALS}
     whole["smollm2-kv"] = whole["smollm2-heads"]
     for one in results:
         for (table, part), name in CACHES.items():
             if one.table == table and (one.row.startswith(part) or one.row.endswith(part)):
-                ratio = _perplexity(one) / whole[table]
+                samples = [r for r in every if (r.table, r.row) == (one.table, one.row)]
+                ratio = mean(map(_perplexity, samples)) / whole[table]
                 points[name] += [(_bytes_per_token(one), ratio)] * (ratio < WORST)
     series = [
         Series(way, [size for size, _ in sorted(at)], [ratio for _, ratio in sorted(at)])
