@@ -777,12 +777,14 @@ def test_budgets_at_contexts_that_cannot_be(long_reader, given, said):
 
 def test_a_plain_config_has_the_windows_that_the_model_had(tmp_path):
     types = ["sliding_attention", "full_attention"] * 2
-    own = {"layer_types": types, "sliding_window": 8, "max_position_embeddings": 1024}
+    own = {"layer_types": types, "sliding_window": 512, "max_position_embeddings": 1024}
     net = tiny.model("gemma2", **own)
-    for targets, size in ((("anywhere",), 8), ((), 256)):
-        how = {"max_kv_bytes": 450_000, "context_tokens": 1024, "targets": targets}
+    near = 4 * 4 * 511 * 2 * 3 * 10  # bytes of four layers with that window
+    plain = ("anywhere",)
+    for targets, budget, size in ((plain, near, 512), (plain, near - 1, None), ((), near, 256)):
+        how = {"max_kv_bytes": budget, "context_tokens": 1024, "targets": targets}
         goal = goal_of(build(CompressConfig, **how), net, attention_of(net), torch.float32)
-        assert goal.window is not None and goal.window.size == size
+        assert (goal.window and goal.window.size) == size
 
 
 def test_a_share_of_all_is_refused_before_the_others_are_made(llama_folder, tmp_path):
