@@ -330,7 +330,7 @@ VALUES |= {
 def test_an_option_without_effect_is_refused(name, setting, others):
     command = COMMANDS[name]
     parameters = command.parameters()
-    required = {n: "x" for n, p in parameters.items() if p.default is inspect.Parameter.empty}
+    required = {n: "7" for n, p in parameters.items() if p.default is inspect.Parameter.empty}
     flags = {"latent", "dry_run", "needle", "update_baseline"}
     value = VALUES.get(setting, setting in flags or 7)
     value = "all" if (name, setting) == ("train-gates", "train") else value
