@@ -53,7 +53,7 @@ def plan_windows(
     if max_kv_bytes is not None and context is not None:
         lasting = window.size + window.sinks
         if layers and not window.sinks and no_layer_windows(model.any_net.config, lasting) is None:
-            lasting -= 1  # a plain config caches what the next token sees beside itself
+            lasting -= 1  # a plain config caches all that the next token sees beside itself
         beyond = max(0, context - lasting) * element.itemsize
         saved = [len(heads) * kv_width(attention) * beyond for attention, heads in units]
         total = KVCache.of(model.any_net).elements(context) * element.itemsize - sum(saved)
