@@ -657,6 +657,9 @@ def test_windows_are_compared_at_one_context(tmp_path):
         refused(config(tmp_path, now, **limits), "since one has windows", DataError)
         other = config(tmp_path, now, limits=("perplexity <= +900 %",))
         assert check(other).passed
+    tiny.save(tiny.model("mistral", sliding_window=None), tmp_path / "other")
+    other = config(tmp_path, "other", limits=("perplexity <= +900 %",))
+    refused(other, "its model_type was llama and is mistral", DataError)
     other = config(tmp_path, "base", **limits, dtype="bfloat16")
     refused(other, "is in float32, and here in bfloat16", DataError)
 

@@ -78,7 +78,7 @@ def refuse_missing_file(source: str) -> None:
     """
     path = Path(source)
     named = suffix(path) in BUILDERS or path.is_absolute() or source.startswith(".")
-    if named and not path.exists():
+    if named and not is_there(path):
         raise DataError(f"There is no file '{source}'. Paths are relative to where you are.")
 
 
@@ -103,7 +103,7 @@ def data_config(
     name, at, given = source.rpartition("@")
     if at and name and "/" not in given and not is_there(source):
         source, split = name, given
-        if (path := Path(name)).exists() and not (path / "dataset_dict.json").is_file():
+        if is_there(path := Path(name)) and not (path / "dataset_dict.json").is_file():
             raise DataError(
                 f"'{name}' is a local {'folder' if path.is_dir() else 'file'} without splits, so "
                 f"@{split} names none. Give the file of that split."

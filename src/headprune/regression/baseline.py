@@ -125,7 +125,7 @@ class Baseline(BaseModel):
         for name in Subject.model_fields:
             then, now = getattr(self.subject, name), getattr(subject, name)
             # windows of layers come with a class that holds them
-            if HELD_BY.get(then, then) != HELD_BY.get(now, now):
+            if now not in (then, HELD_BY.get(then, then)) and then != HELD_BY.get(now, now):
                 return f"for another model: its {name} was {then} and is {now}"
         digests = [(self.data.get("source"), self.data_sha256, loaded.data_sha256())]
         digests += [
