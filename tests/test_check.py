@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from sklearn.metrics import f1_score
+from transformers import AutoModelForCausalLM
 
 import headprune
 from headprune.config import CheckConfig
@@ -39,6 +40,7 @@ from headprune.regression.verdicts import (
     overall,
 )
 from headprune.render.checks import annotation, step_summary, workflow_commands
+from headprune.surgery.sink_logits import with_sink_logits
 from tests import tiny
 from tests.test_cli import refuses, run, succeeds
 
@@ -657,6 +659,11 @@ def test_windows_are_compared_at_one_context(tmp_path):
         refused(config(tmp_path, now, **limits), "since one has windows", DataError)
         other = config(tmp_path, now, limits=("perplexity <= +900 %",))
         assert check(other).passed
+    # healing with sink logits makes another class of it
+    near = AutoModelForCausalLM.from_pretrained(tmp_path / "near")
+    tiny.save(with_sink_logits(near, {}), tmp_path / "logits")
+    update_baseline(config(tmp_path, "base", **limits))
+    assert check(config(tmp_path, "logits", limits=("perplexity <= +900 %",))).passed
     tiny.save(tiny.model("mistral", sliding_window=None), tmp_path / "other")
     other = config(tmp_path, "other", limits=("perplexity <= +900 %",))
     refused(other, "its model_type was llama and is mistral", DataError)

@@ -15,7 +15,7 @@ from headprune.data.batches import Batches, batches
 from headprune.distillation import heal as heal_module
 from headprune.distillation import optimizer as module
 from headprune.distillation.heal import heal
-from headprune.distillation.optimizer import MuonAndAdamW, matrices, resolved
+from headprune.distillation.optimizer import LOGIT_RATE, MuonAndAdamW, matrices, resolved
 from headprune.distillation.trainer import HealedModel, HealTrainer
 from headprune.errors import DataError, HeadpruneError
 from headprune.schemas.records import Healing
@@ -49,22 +49,28 @@ def step(optimizer, weights):
 
 
 def test_it_steps_as_both_do_also_after_its_state_was_loaded():
-    one, other = two(), two()
+    logits = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    one, other = (*two(), logits[0]), (*two(), logits[1])
     alone = [
         torch.optim.Muon(other[:1], lr=0.1, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(other[1:], lr=0.1, weight_decay=0.0),
+        torch.optim.AdamW(other[1:2], lr=0.1, weight_decay=0.0),
+        torch.optim.AdamW(other[2:], lr=0.1 * LOGIT_RATE, weight_decay=0.0),
     ]
-    both = MuonAndAdamW([one[0]], [one[1]], 0.1)
+
+    def made():
+        return MuonAndAdamW([one[0]], [one[1]], 0.1, [one[2]])
+
+    both = made()
     for number in range(4):
         if number == 2:
             state = both.state_dict()
-            both = MuonAndAdamW([one[0]], [one[1]], 0.1)
+            both = made()
             both.load_state_dict(state)
         step(both, one)
         for each in alone:
             step(each, other)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    step(MuonAndAdamW([one[0]], [one[1]], 0.1), one)  # without what it had gathered
+    step(made(), one)  # without what it had gathered
     step(alone[0], other)
     assert not torch.equal(one[0], other[0])
 

@@ -63,6 +63,7 @@ def heal(
     lora_rank: PositiveInt = 16,
     bf16: bool = True,
     gradient_checkpointing: bool = False,
+    sink_logits: bool = True,
     seed: Seed = 0,
     save_every: Steps | None = None,
     device: o.Device = "auto",

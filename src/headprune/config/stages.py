@@ -416,6 +416,7 @@ class HealConfig(Settings):
     learning_rate: Positive | None = None  # 2e-4 with muon, 1e-4 with adamw
     bf16: bool = True  # autocast, where the device has it in hardware
     gradient_checkpointing: bool = False
+    sink_logits: bool = True  # for windows of layers, where a stock class has them
     out_dtype: Dtype = Dtype.AUTO
     seed: Seed = 0
     save_every: Steps | None = None  # a tenth of the steps

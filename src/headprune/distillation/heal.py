@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from headprune.errors import CheckpointError, HeadpruneError
 from headprune.io.outputs import claimed, place_of
 from headprune.io.shell import command
 from headprune.io.writing import beside
+from headprune.model.attention import attention_of
+from headprune.model.cost import KVCache
 from headprune.model.losses import own_share, recompute_activations
 from headprune.model.precision import to_float32
 from headprune.model.stored import id_of_model
@@ -33,6 +36,7 @@ from headprune.result.folder import ModelFolder
 from headprune.result.write import Changes, Pruned, write
 from headprune.resuming import CONFIG, Run, claimed_run
 from headprune.schemas.records import Healing
+from headprune.surgery.sink_logits import no_sink_logits, sink_logits, with_sink_logits
 from headprune.training import (
     HistoryCallback,
     refuse_missing_reporter,
@@ -41,6 +45,7 @@ from headprune.training import (
     training_arguments,
 )
 
+_FIT_ROWS = 4  # sequences that sink logits begin with
 _NO_BETTER = (
     "Healing did not lower the loss on text that it was not trained on: the result has the weights "
     "that it began with. Try more text, or a lower --learning-rate."
@@ -59,6 +64,7 @@ class Healed(ModelFolder):
         own_share: Weight of the model's own loss.
         steps: Optimiser steps.
         taken_after: Step of the weights in the result; 0 for the initial ones.
+        sink_logits: Query heads that got a sink logit.
     """
 
     pruned: Pruned
@@ -67,6 +73,7 @@ class Healed(ModelFolder):
     own_share: float
     steps: int
     taken_after: int
+    sink_logits: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return the record for ``--json``."""
@@ -74,6 +81,7 @@ class Healed(ModelFolder):
             "steps": self.steps,
             "taken_after": self.taken_after,
             "loss": {"before": self.before, "after": self.after, "own_share": self.own_share},
+            "sink_logits": self.sink_logits,
             "manifest": self.pruned.manifest.model_dump(mode="json"),
         }
 
@@ -196,13 +204,18 @@ def _trained(
     run: Run, pair: Pair, config: HealConfig, resume: bool, again: str, context: Context
 ) -> tuple[HealTrainer, dict[str, Any]]:
     """Train the student, and leave the best weights in ``pair.model``."""
+    logits = _add_sink_logits(pair, config, context)
     if config.gradient_checkpointing:
         recompute_activations(pair.model.net)
     student = trainable(pair.model.net, pair.model.attentions, config)
+    for name, weight in student.named_parameters():
+        if name.endswith(logits):
+            weight.requires_grad_(True)
     healed = HealedModel(student, pair.teacher, pair.bf16)
     trainer = HealTrainer(
         pair.held_out,
         config.optimizer,
+        logits,
         model=healed,
         remedies=_remedies(config, pair.bf16),
         args=training_arguments(
@@ -236,7 +249,33 @@ def _trained(
         pair.model.release()  # trained by now; it is read anew
     steps = trainer.state.global_step
     of_loss = {"before": before, "after": after, "own_share": healed.own}
+    weights = dict(pair.model.net.named_parameters()) if step else {}
+    of_loss["sink_logits"] = sum(weights[name].numel() for name in logits if step)
     return trainer, {"steps": steps, "taken_after": step, **of_loss}
+
+
+def _add_sink_logits(pair: Pair, config: HealConfig, context: Context) -> tuple[str, ...]:
+    """Give layers whose window the teacher lacks sink logits, and return the names of these.
+
+    Raises:
+        HeadpruneError: If there would be none, and they are turned off.
+    """
+    net, teacher = pair.model.net, pair.teacher
+    near, whole = (KVCache.of(each).windows.keys() for each in (net, teacher))
+    paths = {n: a.path for n, a in enumerate(attention_of(net)) if a.path in near - whole}
+    why = no_sink_logits(net.config) if paths else "no layer has a window that the teacher lacks."
+    if why and not config.sink_logits:
+        raise HeadpruneError(f"--config sink_logits=false has no effect: {why}")
+    if why or not config.sink_logits or in_shards():
+        return ()
+    size = net.config.sliding_window
+    rows = islice((row for row in pair.rows if len(row["input_ids"]) > size), _FIT_ROWS)
+    batches = [pair.collate([row]) for row in rows]
+    if not batches:
+        return ()
+    context.stage("fitting sink logits")
+    vars(pair.model)["net"] = with_sink_logits(net, sink_logits(teacher, paths, size, batches))
+    return tuple(f"{path}.sinks" for path in paths.values())
 
 
 def _written(

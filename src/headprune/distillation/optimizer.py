@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import overload
 
@@ -17,6 +17,7 @@ from headprune.errors import HeadpruneError
 from headprune.placements import in_shards
 
 USUAL_RATE = {HealOptimizer.MUON: 2e-4, HealOptimizer.ADAMW: 1e-4}
+LOGIT_RATE = 250  # a logit moves by units, a weight by hundredths
 
 
 def resolved(config: HealConfig) -> HealConfig:
@@ -70,10 +71,15 @@ class MuonAndAdamW(torch.optim.Optimizer):
         matrices: Weights of two dimensions.
         others: All other weights.
         learning_rate: Learning rate of both.
+        logits: Sink logits, of a rate ``LOGIT_RATE`` times as large.
     """
 
     def __init__(
-        self, matrices: list[nn.Parameter], others: list[nn.Parameter], learning_rate: float
+        self,
+        matrices: list[nn.Parameter],
+        others: list[nn.Parameter],
+        learning_rate: float,
+        logits: Sequence[nn.Parameter] = (),
     ) -> None:
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
@@ -85,8 +91,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
                     adjust_lr_fn="match_rms_adamw",
                 )
             )
-        if others:
-            self._parts.append(torch.optim.AdamW(others, lr=learning_rate, weight_decay=0.0))
+        for weights, rate in ((others, learning_rate), ([*logits], LOGIT_RATE * learning_rate)):
+            if weights:
+                self._parts.append(torch.optim.AdamW(weights, lr=rate, weight_decay=0.0))
         groups = [group for part in self._parts for group in part.param_groups]
         super().__init__(groups, {})
 

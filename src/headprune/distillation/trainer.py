@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from statistics import fmean
 from typing import Any
 
@@ -61,23 +62,28 @@ class HealTrainer(ResumableTrainer):
     Args:
         rows: The sequences to choose by.
         optimizer: Muon or AdamW.
+        logits: Names of new sink logits.
         **kwargs: Arguments of ``ResumableTrainer``.
     """
 
     optimizer: torch.optim.Optimizer | None
 
-    def __init__(self, rows: Dataset, optimizer: HealOptimizer, **kwargs: Any) -> None:
+    def __init__(
+        self, rows: Dataset, optimizer: HealOptimizer, logits: Collection[str], **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self.rows = rows
+        self.rows, self.logits = rows, logits
         self.muon = optimizer is HealOptimizer.MUON
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make Muon for matrices, where it was chosen; else Trainer's AdamW."""
         net = self.model.model
-        if self.optimizer is None and self.muon and (by_muon := matrices(net)):
-            ids = set(map(id, by_muon))
+        logits = [p for name, p in net.named_parameters() if name.endswith(tuple(self.logits))]
+        by_muon = matrices(net) if self.muon else []
+        if self.optimizer is None and (by_muon or logits):
+            ids = {*map(id, by_muon), *map(id, logits)}
             rest = [p for p in net.parameters() if p.requires_grad and id(p) not in ids]
-            self.optimizer = MuonAndAdamW(by_muon, rest, self.args.learning_rate)
+            self.optimizer = MuonAndAdamW(by_muon, rest, self.args.learning_rate, logits)
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         return optimizer
 

@@ -22,10 +22,10 @@ from headprune.planning.targets import (
     uneven_refusal,
     windowed_layers,
 )
+from headprune.surgery.sink_logits import NO_SINK
 
 FILE = "model.gguf"
 _ENGINE = "xllamacpp"
-_NO_SINK = -1e4  # a logit whose exponential is 0
 
 
 def arch_of(source: ExportSource) -> str:
@@ -56,14 +56,15 @@ def prepared(source: ExportSource) -> tuple[ExportSource, tuple[str, ...]]:
         deci = ARCHES[source.config.model_type][1] == "deci"
         return deci and layer > 0 and (bias is None or not bias.read().any())
 
-    if not any(windowed_layers(source.config)):
+    if arch_of(source) != WINDOWED_ARCH:
         return regularise(source, may_be_empty)
     sinks = {
-        name: Piece.of(name, torch.full((a.query_heads,), _NO_SINK))
-        for name, a in ((f"{a.path}.sinks.weight", a) for a in source.attentions)
+        name: Piece.of(name, torch.full((a.query_heads,), NO_SINK))
+        for name, a in ((f"{a.path}.sinks", a) for a in source.attentions)
+        if name not in source.weights
     }
-    added = f"{WINDOWED_ARCH} has a sink logit per head: {_NO_SINK:,.0f} each, of no weight."
-    return replace(source, weights=source.weights | sinks), (added,)
+    added = f"{WINDOWED_ARCH} has a sink logit per head: {NO_SINK:,.0f} each, of no weight."
+    return replace(source, weights=source.weights | sinks), (added,) * bool(sinks)
 
 
 def _refusal(source: ExportSource, config: ExportConfig) -> str | None:

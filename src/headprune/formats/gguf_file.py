@@ -159,7 +159,7 @@ def _tensors(source: ExportSource, arch: str) -> dict[str, list[Part]]:
     names = gguf.get_tensor_name_map(named, len(source.attentions))
     tensors: dict[str, list[Part]] = {}
     for name in source.weights:
-        heads, known_as = 0, name
+        heads, known_as = 0, f"{name}.weight" if name.endswith(".sinks") else name
         if name == "lm_head.weight" and source.config.tie_word_embeddings:
             continue
         if of_layer := re.match(r"model\.layers\.(\d+)\.(?:input_layernorm|self_attn)\.", name):
@@ -257,7 +257,8 @@ def _add_keys(writer: gguf.GGUFWriter, source: ExportSource) -> None:
 def _add_windows(writer: gguf.GGUFWriter, source: ExportSource) -> None:
     writer.add_sliding_window(source.config.sliding_window)
     writer.add_sliding_window_pattern(windowed_layers(source.config))
-    writer.add_attention_scale(source.attentions[0].head_dim ** -0.5)
+    usual = source.attentions[0].head_dim ** -0.5
+    writer.add_attention_scale(getattr(source.config, "attention_multiplier", usual))
     writer.add_logit_scale(1.0)
 
 

@@ -32,11 +32,12 @@ ARCHES: dict[str, tuple[str, str | None]] = {
     "qwen3": ("qwen3", "openelm"),
     "smollm3": ("smollm3", None),
     "ministral": ("llama", "deci"),
+    "granite_swa": ("granite_swa", None),
 }
 """llama.cpp's architectures by model type: for plain configs, and for counts per layer."""
 WINDOWED_ARCH = "granite_swa"
 """llama.cpp's one architecture that windows any layers: Llama's, with a sink logit per head."""
-_WINDOWED = ("llama", "mistral", "ministral", "qwen2")
+_WINDOWED = ("llama", "mistral", "ministral", "qwen2", WINDOWED_ARCH)
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,9 @@ def llama_cpp_refusal(net: PreTrainedModel) -> str | None:
         reason = no_layer_windows(config) or windows_refusal(config)
         if reason is not None:
             return reason
+    factors = [getattr(config, f"{name}_multiplier", 1.0) for name in ("embedding", "residual")]
+    if kind == WINDOWED_ARCH and {*factors, config.logits_scaling} != {1.0}:
+        return "it scales embeddings, layers or logits: use llama.cpp's convert_hf_to_gguf.py."
     if config.hidden_act != "silu":
         return f"its MLP has the activation {config.hidden_act}, and llama.cpp computes silu there."
     scaled = rope(config)

@@ -67,6 +67,8 @@ def done(step: LineageStep) -> str:
         moved = f"loss {work.before:.4g} to {work.after:.4g}"
         if work.own_share:
             moved += f", {work.own_share:.0%} of it the model's own"
+        if work.sink_logits:
+            moved += f", with sink logits for {work.sink_logits} query heads"
         return f"healed for {work.steps} steps to match {short_name(work.teacher)} ({moved})"
     if isinstance(work, Migration):
         return "rewritten for transformers 5"

@@ -182,6 +182,8 @@ def healed(console: Console, result: Healed, given: Given = ({}, {})) -> None:
         ("before", f"{result.before:.4f}"),
         (f"best, after {result.taken_after} of {result.steps} steps", f"{result.after:.4f}"),
     ]
+    if result.sink_logits:
+        rows.append(("query heads with a sink logit", f"{result.sink_logits}"))
     table = Table(("loss of healing, held-out text", ""), rows)
     show(console, [table, *written(result.pruned, given)])
 

@@ -222,6 +222,7 @@ class Healing(_Part):
         objective: Name of the loss.
         learning_rate: The highest.
         conversion: Changes of the export that it began with, as of convert-mla, a sentence each.
+        sink_logits: Query heads that got a sink logit, which makes it a granite_swa.
     """
 
     kind: Literal["healing"] = "healing"
@@ -237,6 +238,7 @@ class Healing(_Part):
     objective: str
     learning_rate: Finite
     conversion: tuple[str, ...] = ()
+    sink_logits: Count = 0
 
 
 class Migration(_Part):

@@ -13,9 +13,12 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 HELD_BY = {
     **dict.fromkeys(("llama", "mistral"), "ministral"),
     **{kind: kind for kind in ("ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3")},
-    **{kind: kind for kind in ("gemma2", "vaultgemma")},
+    **{kind: kind for kind in ("gemma2", "vaultgemma", "granite_swa")},
 }
 """The model type that holds layers with a window and full ones, by the type of the original."""
+
+WITH_LOGITS = dict.fromkeys(("ministral", "qwen2"), "granite_swa")
+"""The model type that holds them with a sink logit for each query head, by the type of these."""
 
 SETTINGS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 """The settings of a config that say its windows."""
@@ -23,7 +26,13 @@ SETTINGS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_l
 _FULL, _NEAR = "full_attention", "sliding_attention"
 # settings of Llama without a place in Ministral, with the values that change nothing
 _LEFT_OUT = {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}
-_OF_CLASS = ("model_type", "architectures", "transformers_version")
+OF_CLASS = ("model_type", "architectures", "transformers_version")
+
+
+def classes_of(kind: str) -> set[str]:
+    """Return the model types of a model of some type with windows of layers, and itself."""
+    held = HELD_BY.get(kind, kind)
+    return {kind, held, WITH_LOGITS.get(held, held)}
 
 
 def no_layer_windows(config: PreTrainedConfig, size: int | None = None) -> str | None:
@@ -80,7 +89,7 @@ def with_windows(config: PreTrainedConfig, layers: Collection[int], size: int) -
         size: Tokens that they see, with the current one.
     """
     types = getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers
-    settings = {name: v for name, v in config.to_dict().items() if name not in _OF_CLASS}
+    settings = {name: v for name, v in config.to_dict().items() if name not in OF_CLASS}
     if HELD_BY[config.model_type] != config.model_type:
         settings = {name: v for name, v in settings.items() if name not in _LEFT_OUT}
         # left out by Llama, and computed by no Ministral

@@ -1,0 +1,105 @@
+"""A sink logit for each query head of a layer with a window, in place of the first tokens.
+
+Heads look at the first tokens where they need none, and a window loses these (Xiao et al. 2023,
+arXiv 2309.17453). A logit that a head learns stands beside its scores in the softmax, and adds no
+value (gpt-oss, OpenAI 2025, arXiv 2508.10925). Granite SWA is Llama with such logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import (
+    GraniteSWAConfig,
+    GraniteSWAForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+
+from headprune.model.attention import attention_of
+from headprune.model.batch import Batch, without_labels
+from headprune.model.placement import on_device
+from headprune.model.windows import AttentionCall, attending
+from headprune.surgery.layer_windows import OF_CLASS, WITH_LOGITS
+
+NO_SINK = -1e4  # a logit whose exponential is 0
+_FIRST = 4  # tokens that serve as sinks (Xiao et al., section 3.1)
+# less than all of their weight, as the first window has these tokens beside the logit
+_SHIFT = -2.0
+
+
+def no_sink_logits(config: PreTrainedConfig) -> str | None:
+    """Return why layers of a model get no sink logits; None if they do."""
+    if config.model_type in WITH_LOGITS:
+        return None
+    return f"its class is a {config.model_type}, and {', '.join(WITH_LOGITS)} can have sink logits."
+
+
+@torch.no_grad()
+def sink_logits(
+    model: PreTrainedModel, layers: Iterable[int], size: int, batches: Iterable[Batch]
+) -> dict[int, Float[Tensor, " heads"]]:
+    """Measure what the first tokens weigh for queries that a window would keep from them.
+
+    Args:
+        model: The model without windows.
+        layers: Numbers of the layers.
+        size: Tokens of the window.
+        batches: Longer texts.
+
+    Returns:
+        The mean log sum exp of the scores of these tokens, less 2, by layer.
+    """
+    attentions = {number: attention_of(model)[number] for number in layers}
+    weights: dict[int, list[Tensor]] = {number: [] for number in attentions}
+    number_of = {a.module: number for number, a in attentions.items()}
+
+    def attend(call: AttentionCall) -> Tensor:
+        first = call.key[:, :, :_FIRST].repeat_interleave(
+            call.query.shape[1] // call.key.shape[1], 1
+        )
+        scores = (call.query[:, :, size:] @ first.mT).float() * call.module.scaling
+        weights[number_of[call.module]].append(scores.logsumexp(-1).mean((0, 2)))
+        return call.outputs(call.mask)
+
+    with attending([*attentions.values()], attend):
+        for batch in batches:
+            model(**without_labels(on_device(model, batch)))
+    return {number: torch.stack(each).mean(0) + _SHIFT for number, each in weights.items()}
+
+
+def with_sink_logits(
+    net: PreTrainedModel, logits: Mapping[int, Float[Tensor, " heads"]]
+) -> PreTrainedModel:
+    """Return a model as a Granite SWA of the same weights, with logits in some layers.
+
+    Args:
+        net: A model for which ``no_sink_logits`` has no reason; it is spent.
+        logits: By layer. The others get ``NO_SINK``.
+    """
+    own, known = net.config, GraniteSWAConfig().to_dict().keys() - {*OF_CLASS}
+    head_dim = attention_of(net)[0].head_dim
+    config = GraniteSWAConfig(
+        **{name: value for name, value in own.to_dict().items() if name in known},
+        head_dim=head_dim,
+        attention_multiplier=head_dim**-0.5,
+        attention_bias=own.model_type == "qwen2",
+    )
+    config.name_or_path = own.name_or_path
+    with no_init_weights():
+        twin = GraniteSWAForCausalLM(config)
+    state = net.state_dict()
+    for number, attention in enumerate(attention_of(net)):
+        none = torch.full((attention.query_heads,), NO_SINK, device=net.device)
+        state[f"{attention.path}.sinks"] = logits.get(number, none).to(net.device)
+        if config.attention_bias:
+            weight = attention.output_projection.get_parameter("weight")
+            state[f"{attention.path}.o_proj.bias"] = weight.new_zeros(weight.shape[0])
+    twin.load_state_dict(state, assign=True)
+    twin.tie_weights()
+    twin.generation_config = net.generation_config
+    return twin.to(net.device).eval()

@@ -1,0 +1,196 @@
+"""Sink logits: Granite SWA of the same weights, measured, trained, and run by llama.cpp."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import headprune
+from headprune.errors import HeadpruneError
+from headprune.model.attention import attention_of
+from headprune.surgery.cut import resolve
+from headprune.surgery.edit import Edit, trying
+from headprune.surgery.layer_windows import WITH_LOGITS, with_windows
+from headprune.surgery.sink_logits import NO_SINK, no_sink_logits, sink_logits, with_sink_logits
+from tests import tiny
+from tests.cutting import prove
+from tests.test_layer_windows import OWN
+from tests.test_windows import apart, plan_of
+
+NEAR, SIZE, FULL = (1, 3), 16, ["full_attention"]
+
+
+def windowed(case):
+    """A model whose second and fourth layer see 16 tokens, of the class that holds it."""
+    model = tiny.model(case, max_position_embeddings=512, **OWN.get(case.partition("-")[0], {}))
+    config = with_windows(model.config, NEAR, SIZE)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+def ids(rows=2, length=60):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(5, tiny.VOCAB, (rows, length), generator=generator)
+
+
+@pytest.mark.parametrize("case", ["llama-gqa", "mistral", "qwen2"])
+def test_logits_of_no_weight_change_nothing(case):
+    plain = windowed(case)
+    expected = plain(ids()).logits
+    heads = plain.config.num_attention_heads
+    assert no_sink_logits(plain.config) is None and plain.config.model_type in WITH_LOGITS
+    same = with_sink_logits(plain, {})
+    assert same.config.model_type == "granite_swa" and same.lm_head.weight.is_contiguous()
+    torch.testing.assert_close(same(ids()).logits, expected, atol=2e-5, rtol=0)
+    generated = same.generate(ids(1), max_new_tokens=30, do_sample=False)
+    other = plain.generate(ids(1), max_new_tokens=30, do_sample=False)
+    assert generated.tolist() == other.tolist()
+    weighty = with_sink_logits(windowed(case), {1: torch.zeros(heads)})  # the corrupted sibling
+    assert (weighty(ids()).logits - expected).abs().max() > 0.01
+    assert [a.module.sinks[0].item() for a in attention_of(weighty)] == [NO_SINK, 0.0] + [
+        NO_SINK
+    ] * 2
+
+
+def test_a_logit_stands_beside_the_scores():
+    """The denominator of the softmax has one exponential more."""
+    model, logit = windowed("llama-gqa"), 0.7
+    inputs = {}
+    first = with_sink_logits(model, {1: torch.full((6,), logit)}).model.layers[1].self_attn
+    first.o_proj.register_forward_pre_hook(lambda module, args: inputs.update(with_logit=args[0]))
+    hidden, length = torch.randn(1, 10, 48), 10
+    where = torch.arange(length)[None]
+    turned = model.model.rotary_emb(hidden, where)
+    mask = torch.full((length, length), float("-inf")).triu(1)
+    first(hidden, turned, mask[None, None])
+    q, k, v = (
+        getattr(first, f"{role}_proj")(hidden).view(1, length, -1, first.head_dim).transpose(1, 2)
+        for role in "qkv"
+    )
+    q, k = apply_rotary_pos_emb(q, k, *turned)
+    k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+    scores = (q @ k.mT / first.head_dim**0.5 + mask).exp()
+    wanted = scores / (scores.sum(-1, keepdim=True) + torch.tensor(logit).exp()) @ v
+    torch.testing.assert_close(inputs["with_logit"], wanted.transpose(1, 2).flatten(2))
+
+
+def test_logits_begin_with_the_weight_of_the_first_tokens():
+    model = tiny.model("llama-gqa", attention_bias=False)
+    text = ids(3, 40)
+    measured = sink_logits(model, [0], SIZE, [{"input_ids": row[None]} for row in text])
+    layer = model.model.layers[0]
+    hidden = layer.input_layernorm(model.model.embed_tokens(text))
+    q, k = (
+        getattr(layer.self_attn, f"{role}_proj")(hidden).view(3, 40, -1, 10).transpose(1, 2)
+        for role in "qk"
+    )
+    q, k = apply_rotary_pos_emb(q, k, *model.model.rotary_emb(hidden, torch.arange(40)[None]))
+    scores = q[:, :, SIZE:] @ k[:, :, :4].repeat_interleave(2, 1).mT * 10**-0.5
+    wanted = scores.exp().sum(-1).log().mean((0, 2)) - 2
+    torch.testing.assert_close(measured[0], wanted)
+    wrong = sink_logits(model, [0], SIZE - 8, [{"input_ids": row[None]} for row in text])
+    assert (wrong[0] - wanted).abs().max() > 1e-3
+
+
+def test_further_layers_get_a_window_beside_logits(tmp_path):
+    heads = torch.linspace(-1, 1, 6)
+    model, wanted = (
+        with_sink_logits(windowed("llama-gqa"), {1: heads.clone(), 3: heads + 1}) for _ in "ab"
+    )
+    plan = plan_of(model, forms=((0, 1, 2), (), (), ()), size=SIZE, sinks=0)
+    proof = prove(model, resolve(plan, model), tmp_path / "out")
+    assert proof.windows["window shorter by one"] > 0.01
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert stock.config.layer_types == ["sliding_attention"] * 2 + FULL + ["sliding_attention"]
+    with trying(wanted, Edit(plan)):
+        expected = wanted(ids(), use_cache=False).logits
+    assert apart(stock(ids()).logits, expected) < 1e-5 < apart(wanted(ids()).logits, expected)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("logits")
+    model = tiny.model("llama-gqa", attention_bias=False, max_position_embeddings=512)
+    tiny.save(model, folder / "m")
+    text = folder / "long.txt"
+    text.write_text("\n".join(tiny.text(60, seed=seed) for seed in range(300)))
+    how = {"window": SIZE, "context_tokens": 128, "data": text, "targets": ["llama.cpp"]}
+    headprune.convert_swa(folder / "m", folder / "windowed", **how)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+@pytest.mark.parametrize("train", ["all", "attention", "lora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_healing_trains_logits(folder, train, dtype, tmp_path):
+    how = {"teacher": folder / "m", "data": folder / "long.txt", "steps": 4, "out_dtype": dtype}
+    healed = headprune.heal(folder / "windowed", tmp_path / "healed", train=train, **how)
+    assert healed.sink_logits == 12 and healed.taken_after
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "healed")
+    assert stock.config.model_type == "granite_swa" and stock.dtype == getattr(torch, dtype)
+    near = [n for n, kind in enumerate(stock.config.layer_types) if kind == "sliding_attention"]
+    rows = headprune.from_pretrained(folder / "m")
+    before = sink_logits(rows, near, SIZE, [{"input_ids": ids()}])
+    for number, attention in enumerate(attention_of(stock)):
+        logits = attention.module.sinks.detach().float()
+        if number in near:  # by units, where weights move by thousandths
+            assert (logits - before[number]).abs().max() > 0.05
+            assert ((logits - before[number]).abs() < 2).all()
+        else:
+            assert (logits < -9e3).all()
+    assert headprune.verify(tmp_path / "healed").passed
+    assert headprune.inspect(tmp_path / "healed").window.size == SIZE
+    card = (tmp_path / "healed" / "README.md").read_text()
+    assert "with sink logits for 12 query heads" in card and "llama-server" in card
+
+
+def test_logits_can_be_left_out(folder, tmp_path):
+    how = {"teacher": folder / "m", "data": folder / "long.txt", "steps": 2, "sink_logits": False}
+    healed = headprune.heal(folder / "windowed", tmp_path / "healed", **how)
+    assert not healed.sink_logits
+    config = json.loads((tmp_path / "healed" / "config.json").read_text())
+    assert config["model_type"] == "ministral"
+    with pytest.raises(HeadpruneError, match="sink_logits=false has no effect: no layer has"):
+        headprune.heal(folder / "m", tmp_path / "other", **how)
+
+
+def test_windows_for_an_engine_are_healed_with_logits(folder, tmp_path):
+    how = {"window": SIZE, "context_tokens": 128, "data": folder / "long.txt", "heal_steps": 2}
+    done = headprune.convert_swa(folder / "m", tmp_path / "out", targets=["vllm"], **how)
+    assert done.sink_logits == 12
+    assert done.pruned.manifest.engines == ("llama.cpp", "vLLM")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("dtype", ["auto", "q8_0"])
+def test_llama_cpp_computes_logits(dtype, tmp_path, monkeypatch):
+    pytest.importorskip("xllamacpp")
+    from headprune.formats import gguf_file
+    from tests import gguf_words
+
+    model = tiny.model("llama-mha", attention_bias=False)
+    model.resize_token_embeddings(gguf_words.SIZE)
+    gguf_words.words("GPT-2").save_pretrained(tmp_path / "m")
+    plain = AutoModelForCausalLM.from_config(with_windows(model.config, NEAR, 8)).eval()
+    plain.load_state_dict(model.state_dict())
+    heads = plain.config.num_attention_heads
+    logits = {1: torch.linspace(-2, 2, heads), 3: torch.ones(heads)}
+    with_sink_logits(plain, logits).save_pretrained(tmp_path / "m")
+    done = headprune.export(tmp_path / "m", tmp_path / "out", to="gguf", out_dtype=dtype)
+    proof = done.record.proof
+    assert proof.how == "engine" and not done.record.changes
+    assert proof.difference < (1e-3 if dtype == "auto" else 0.05)
+    if dtype == "auto":
+        assert proof.details["greedy tokens equal"] == 64
+        pieces = gguf_file._pieces
+
+        def zeros(source, parts):
+            for heads, piece in pieces(source, parts):
+                yield heads, piece * 0 if parts[0][0].endswith("sinks") else piece
+
+        monkeypatch.setattr(gguf_file, "_pieces", zeros)  # the corrupted sibling
+        with pytest.raises(HeadpruneError, match="compute something else"):
+            headprune.export(tmp_path / "m", tmp_path / "wrong", to="gguf")
