@@ -435,7 +435,8 @@ class Bench:
     def by_command(self, row: Row, more: dict[str, Any], sample: int) -> Path:
         """Make a row's model by the command that it names; the next one takes its place."""
         settings, text = {**row.settings, **more}, str(self.calibration[sample])
-        steps, folder = settings.pop("heal_steps", None), self.work / "protocol-model"
+        healing = {n: settings.pop(n) for n in ("heal_steps", "sink_logits") if n in settings}
+        folder, steps = self.work / "protocol-model", healing.pop("heal_steps", None)
         shutil.rmtree(folder, ignore_errors=True)  # a run that was killed left some
         folder.mkdir()
         out, scores = folder / "out", folder / "scores"
@@ -467,7 +468,7 @@ class Bench:
             headprune.convert_mla(self.model, out, data=text, **settings, **amount)
         if steps:
             cut = out.rename(folder / "cut")
-            headprune.heal(cut, out, teacher=self.model, data=text, steps=steps)
+            headprune.heal(cut, out, teacher=self.model, data=text, steps=steps, **healing)
         return out
 
 
