@@ -352,6 +352,17 @@ def test_a_few_long_documents_are_running_text(llama_folder, tmp_path):
         compressed(llama_folder, [path], tmp_path / "short", keep=0.5)
 
 
+def test_a_folder_is_read_file_by_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "_PIECES", 2)
+    for number, words in enumerate(("one two", "three", "four five")):  # no line ends at their ends
+        (tmp_path / f"{number}.txt").write_text(words)
+    (read,) = texts._documents("folder", DataConfig(source=str(tmp_path)), None).examples().texts
+    assert read == ("one two\n\nthree",)
+    monkeypatch.setattr(texts, "_PIECES", 128)
+    (read,) = texts._documents("folder", DataConfig(source=str(tmp_path)), None).examples().texts
+    assert read == ("one two\n\nthree\n\nfour five",)
+
+
 def test_a_criterion_that_cannot_be_had_leaves_the_others(data, tmp_path):
     model = tiny.save(tiny.model("albert"), tmp_path / "albert")
     choice = compressed(model, data, tmp_path / "out", keep=0.5).choice

@@ -23,7 +23,7 @@ CHARACTERS = 6  # of a token, at most in the mean of a text: more text than need
 _SPREAD = 16  # times the text of the fit, at most
 _BLOCK = 8_192  # characters of a plain text that stay together, at most
 _BLOCKS = 4 * HELD_OUT  # of a plain text, at least
-_PIECES = 128  # of a file, of 256 KiB each: no more of it is read
+_PIECES = 128  # of all files, of 256 KiB each: no more of them is read
 
 Row = tuple[tuple[str, ...], str | None]
 
@@ -168,8 +168,9 @@ def _documents(name: str, data: DataConfig, tokenizer: Any) -> Documents:
     if examples.rows_are_documents and (whole_rows or len(examples.texts) >= HELD_OUT):
         labels: Iterable[str | None] = examples.labels or repeat(None, len(examples.texts))
         return Documents(name, tuple(zip(examples.texts, labels, strict=True)), plain=False)
-    between = "\n\n" if examples.rows_are_documents else ""  # pieces of files join as they are
-    whole = between.join(islice(examples.strings(), _PIECES))
+    some = examples.spread(_PIECES)
+    each = _PIECES // len(some.texts)
+    whole = "\n\n".join("".join(islice(text, each)) for text in some.documents())
     return Documents(name, _blocks(whole, min(_BLOCK, max(2, len(whole) // _BLOCKS))), plain=True)
 
 
