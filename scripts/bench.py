@@ -7,7 +7,6 @@ Every command prints a table in Markdown. Ratios are of things that are timed in
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -70,7 +69,7 @@ from headprune.regression.verdicts import Verdict, judge, number_of
 from headprune.schemas.plan import AttentionPlan, Plan
 from headprune.schemas.records import Window
 from headprune.tensors.units import Unit
-from protocol import CONFIGS, LONG, Bench, ProtocolError, Result, Results, read_config
+from protocol import CONFIGS, LONG, Bench, Far, ProtocolError, Result, Results, read_config
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 Rows = Sequence[Mapping[str, object]]
@@ -478,36 +477,75 @@ def cache(
     config = read_config(CONFIGS / "smollm2-kv.yaml")
     bench = Bench(config, model, texts, work)
     given = last_words(passages(bench.brown.splitlines(), words), bench.tokenizer, LONG)
-    for name, kind in itertools.product(("original", *(row or ())), BYTES):
-        if Results.read().get("kv-cache", f"{name}, {kind}", 0) is not None:
-            continue
+    for name in ("original", *(row or ())):
         folder = Path(model)
         if name != "original":
             cut, known = config.named(name), Results.read().get("smollm2-kv", name, 0)
             if known is None or cut.method != "convert_gqa":
                 raise ProtocolError(f"'{name}' is no row of KV heads that was measured.")
             folder = bench.by_command(cut, cut.chosen_of(known), 0)
+
+        def measured(net: PreTrainedModel) -> dict[str, float]:
+            return {
+                "wikitext2": math.exp(bench.nll(net, bench.wikitext, LONG, windows)),
+                "last_word": float(answered(net, given, 1).hits.mean()),
+            }
+
+        of_table = {"windows": windows, "words": words}
+        _by_cache("kv-cache", name, folder, work, measured, of_table, config.sha256)
+
+
+@app.command()
+def far_cache(
+    model: Annotated[str, typer.Option(help="Folder of SmolLM2-135M-Instruct in float32.")],
+    texts: Annotated[Path, typer.Option(help="Folder of the protocol's texts.")],
+    work: Annotated[Path, typer.Option(help="Folder for intermediate files.")],
+    result: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER")] = None,
+) -> None:
+    """Measure long contexts in llama.cpp by the type of the cache, into results.json."""
+    config = read_config(CONFIGS / "smollm2-windows-4k.yaml")
+    bench = Far(config, model, texts, work)
+    for given in (f"original={model}", *(result or ())):
+        name, _, folder = given.partition("=")
+
+        def measured(net: PreTrainedModel) -> dict[str, float]:
+            return {"wikitext2_far": math.exp(bench.far(net, bench.wikitext))}
+
+        of_table = {"length": config.length}
+        _by_cache("kv-cache-4k", name, Path(folder), work, measured, of_table, config.sha256)
+
+
+def _by_cache(
+    table: str,
+    name: str,
+    folder: Path,
+    work: Path,
+    measured: Callable[[PreTrainedModel], dict[str, float]],
+    settings: dict[str, int],
+    sha256: str,
+) -> None:
+    """Measure a model with each type of the cache that results.json lacks."""
+    length = settings.get("length", 1)
+    for kind in BYTES:
+        if Results.read().get(table, f"{name}, {kind}", 0) is not None:
+            continue
         place, began = work / "gguf", time.monotonic()
         headprune.export(
             folder, place, to="gguf", out_dtype="float32", prove="read-back", overwrite=True
         )
-        net = in_llama_cpp(place, kind)
-        numbers = {
-            "wikitext2": math.exp(bench.nll(net, bench.wikitext, LONG, windows)),
-            "last_word": float(answered(net, given, 1).hits.mean()),
-        }
-        size = KVCache.of(from_pretrained(folder)).elements(1) * BYTES[kind]
+        numbers = measured(in_llama_cpp(place, kind))
+        size = KVCache.of(from_pretrained(folder)).elements(length) * BYTES[kind]
         print(f"{name}, {kind} {numbers}")
         Results.read().write_with(
             Result(
-                table="kv-cache",
+                table=table,
                 row=f"{name}, {kind}",
                 sample=0,
-                settings={"bytes": size, "windows": windows, "words": words},
+                settings={"bytes": size, **settings},
                 seconds=round(time.monotonic() - began, 1),
                 numbers={key: round(value, 5) for key, value in numbers.items()},
                 headprune=headprune.__version__,
-                model_sha256=config.sha256,
+                model_sha256=sha256,
             )
         )
 

@@ -311,7 +311,6 @@ VALUES |= {
     "roles": "r",
     "train": "lora",
     "bf16": False,
-    "sink_logits": False,
     "keep_roles": ["induction"],
     "needle_lengths": [64],
 }

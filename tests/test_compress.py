@@ -357,7 +357,7 @@ def test_a_folder_is_read_file_by_file(tmp_path, monkeypatch):
     for number, words in enumerate(("one two", "three", "four five")):  # no line ends at their ends
         (tmp_path / f"{number}.txt").write_text(words)
     (read,) = texts._documents("folder", DataConfig(source=str(tmp_path)), None).examples().texts
-    assert read == ("one two\n\nthree",)
+    assert read == ("one two\n\nthree",)  # of two files, as no more pieces are read
     monkeypatch.setattr(texts, "_PIECES", 128)
     (read,) = texts._documents("folder", DataConfig(source=str(tmp_path)), None).examples().texts
     assert read == ("one two\n\nthree\n\nfour five",)

@@ -51,7 +51,7 @@ def _warnings(result: Any) -> Any:
     needs={
         "heal_steps": "data",
         "text_column": "data",
-        **dict.fromkeys(("train", "learning_rate", "bf16", "sink_logits"), "heal_steps"),
+        **dict.fromkeys(("train", "learning_rate", "bf16"), "heal_steps"),
     },
 )
 def convert_swa(
@@ -89,7 +89,6 @@ def convert_swa(
     train: Literal["attention", "lora", "all"] = "all",
     learning_rate: Positive | None = None,
     bf16: bool = True,
-    sink_logits: bool = True,
     dtype: o.Dtype = "auto",
     out_dtype: o.Dtype = "auto",
     seed: Seed = 0,

@@ -9,7 +9,8 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, repeat
+from itertools import chain, groupby, islice, repeat, zip_longest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,11 @@ def _documents(name: str, data: DataConfig, tokenizer: Any) -> Documents:
     if examples.rows_are_documents and (whole_rows or len(examples.texts) >= HELD_OUT):
         labels: Iterable[str | None] = examples.labels or repeat(None, len(examples.texts))
         return Documents(name, tuple(zip(examples.texts, labels, strict=True)), plain=False)
-    some = examples.spread(_PIECES)
-    each = _PIECES // len(some.texts)
-    whole = "\n\n".join("".join(islice(text, each)) for text in some.documents())
+    rounds = zip_longest(*examples.spread(_PIECES).documents(), fillvalue="")
+    numbered = filter(itemgetter(1), chain.from_iterable(map(enumerate, rounds)))
+    pieces = sorted(islice(numbered, _PIECES), key=itemgetter(0))
+    files = groupby(pieces, key=itemgetter(0))
+    whole = "\n\n".join("".join(piece for _, piece in each) for _, each in files)
     return Documents(name, _blocks(whole, min(_BLOCK, max(2, len(whole) // _BLOCKS))), plain=True)
 
 

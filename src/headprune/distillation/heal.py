@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from headprune import devices, processes
 from headprune.config import DataConfig, HealConfig, HealObjective, HealTrain, Resuming, Writing
@@ -25,7 +26,6 @@ from headprune.errors import CheckpointError, HeadpruneError
 from headprune.io.outputs import claimed, place_of
 from headprune.io.shell import command
 from headprune.io.writing import beside
-from headprune.model.attention import attention_of
 from headprune.model.cost import KVCache
 from headprune.model.losses import own_share, recompute_activations
 from headprune.model.precision import to_float32
@@ -36,7 +36,12 @@ from headprune.result.folder import ModelFolder
 from headprune.result.write import Changes, Pruned, write
 from headprune.resuming import CONFIG, Run, claimed_run
 from headprune.schemas.records import Healing
-from headprune.surgery.sink_logits import no_sink_logits, sink_logits, with_sink_logits
+from headprune.surgery.sink_logits import (
+    SINKS,
+    no_sink_logits,
+    sink_logits,
+    with_sink_logits,
+)
 from headprune.training import (
     HistoryCallback,
     refuse_missing_reporter,
@@ -126,6 +131,7 @@ def heal(
     held_whole = nullcontext() if in_shards() else placing(Placement.WHOLE)
     with claimed_run(output, run, [model, teacher, data], rerun), held_whole:
         pair = read_pair(model, teacher, data, config, context)
+        _refuse_no_logits(pair, config)
         config = config.model_copy(update={"objective": _objective(config, pair.model.task)})
         if not rerun.resume:
             processes.on_main(run.begin)
@@ -204,18 +210,10 @@ def _trained(
     run: Run, pair: Pair, config: HealConfig, resume: bool, again: str, context: Context
 ) -> tuple[HealTrainer, dict[str, Any]]:
     """Train the student, and leave the best weights in ``pair.model``."""
-    logits = _add_sink_logits(pair, config, context)
-    if config.gradient_checkpointing:
-        recompute_activations(pair.model.net)
-    student = trainable(pair.model.net, pair.model.attentions, config)
-    for name, weight in student.named_parameters():
-        if name.endswith(logits):
-            weight.requires_grad_(True)
-    healed = HealedModel(student, pair.teacher, pair.bf16)
+    healed = HealedModel(pair.model.net, pair.teacher, pair.bf16)
     trainer = HealTrainer(
         pair.held_out,
         config.optimizer,
-        logits,
         model=healed,
         remedies=_remedies(config, pair.bf16),
         args=training_arguments(
@@ -237,6 +235,12 @@ def _trained(
         healed.own = own_share(trainer.held_out())  # of the divergence alone
     trainer.before, before = trainer.held_out(), trainer.held_out(pair.reported)
     context.stage("healing")
+    trainer.logits = _sink_logits(pair, config)
+    if config.gradient_checkpointing:
+        recompute_activations(pair.model.net)
+    student = healed.model = trainable(pair.model.net, pair.model.attentions, config)
+    for logits in trainer.logits:
+        logits.requires_grad_(True)
     with stop_on_interrupt() as stopped:
         callback = HistoryCallback(trainer, context.step, stopped.is_set)
         train(trainer, run, callback, config.report_to, resume, again)
@@ -249,33 +253,42 @@ def _trained(
         pair.model.release()  # trained by now; it is read anew
     steps = trainer.state.global_step
     of_loss = {"before": before, "after": after, "own_share": healed.own}
-    weights = dict(pair.model.net.named_parameters()) if step else {}
-    of_loss["sink_logits"] = sum(weights[name].numel() for name in logits if step)
-    return trainer, {"steps": steps, "taken_after": step, **of_loss}
+    count = sum(logits.numel() for logits in trainer.logits if step)
+    return trainer, {"steps": steps, "taken_after": step, "sink_logits": count, **of_loss}
 
 
-def _add_sink_logits(pair: Pair, config: HealConfig, context: Context) -> tuple[str, ...]:
-    """Give layers whose window the teacher lacks sink logits, and return the names of these.
+def _own_windows(pair: Pair) -> list[str]:
+    """Return the paths of layers with a window that the teacher lacks."""
+    near, whole = (KVCache.of(net).windows for net in (pair.model.net, pair.teacher))
+    return [path for path in near if path not in whole]
+
+
+def _refuse_no_logits(pair: Pair, config: HealConfig) -> None:
+    """Refuse to leave out sink logits where there would be none.
 
     Raises:
-        HeadpruneError: If there would be none, and they are turned off.
+        HeadpruneError: With the reason.
     """
-    net, teacher = pair.model.net, pair.teacher
-    near, whole = (KVCache.of(each).windows.keys() for each in (net, teacher))
-    paths = {n: a.path for n, a in enumerate(attention_of(net)) if a.path in near - whole}
-    why = no_sink_logits(net.config) if paths else "no layer has a window that the teacher lacks."
+    why = no_sink_logits(pair.model.net.config)
+    why = why if _own_windows(pair) else "no layer has a window that the teacher lacks."
     if why and not config.sink_logits:
         raise HeadpruneError(f"--config sink_logits=false has no effect: {why}")
-    if why or not config.sink_logits or in_shards():
-        return ()
-    size = net.config.sliding_window
-    rows = islice((row for row in pair.rows if len(row["input_ids"]) > size), _FIT_ROWS)
-    batches = [pair.collate([row]) for row in rows]
-    if not batches:
-        return ()
-    context.stage("fitting sink logits")
-    vars(pair.model)["net"] = with_sink_logits(net, sink_logits(teacher, paths, size, batches))
-    return tuple(f"{path}.sinks" for path in paths.values())
+
+
+def _sink_logits(pair: Pair, config: HealConfig) -> list[nn.Parameter]:
+    """Return the sink logits of layers whose window the teacher lacks, fitted if they are new."""
+    net, paths = pair.model.net, _own_windows(pair)
+    if not paths or not config.sink_logits or in_shards():
+        return []
+    if no_sink_logits(net.config) is None:
+        least = net.config.sliding_window + SINKS
+        rows = islice((row for row in pair.rows if len(row["input_ids"]) > least), _FIT_ROWS)
+        batches = [pair.collate([row]) for row in rows]
+        if not batches:
+            return []
+        vars(pair.model)["net"] = net = with_sink_logits(net, sink_logits(net, paths, batches))
+    modules = [net.get_submodule(path) for path in paths]
+    return [module.sinks for module in modules if net.config.model_type == "granite_swa"]
 
 
 def _written(

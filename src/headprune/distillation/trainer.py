@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from statistics import fmean
 from typing import Any
 
@@ -62,28 +61,28 @@ class HealTrainer(ResumableTrainer):
     Args:
         rows: The sequences to choose by.
         optimizer: Muon or AdamW.
-        logits: Names of new sink logits.
         **kwargs: Arguments of ``ResumableTrainer``.
+
+    Attributes:
+        logits: Sink logits, which move faster.
     """
 
     optimizer: torch.optim.Optimizer | None
 
-    def __init__(
-        self, rows: Dataset, optimizer: HealOptimizer, logits: Collection[str], **kwargs: Any
-    ) -> None:
+    def __init__(self, rows: Dataset, optimizer: HealOptimizer, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.rows, self.logits = rows, logits
+        self.rows = rows
+        self.logits: list[nn.Parameter] = []
         self.muon = optimizer is HealOptimizer.MUON
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make Muon for matrices, where it was chosen; else Trainer's AdamW."""
         net = self.model.model
-        logits = [p for name, p in net.named_parameters() if name.endswith(tuple(self.logits))]
         by_muon = matrices(net) if self.muon else []
-        if self.optimizer is None and (by_muon or logits):
-            ids = {*map(id, by_muon), *map(id, logits)}
+        if self.optimizer is None and (by_muon or self.logits):
+            ids = {*map(id, by_muon), *map(id, self.logits)}
             rest = [p for p in net.parameters() if p.requires_grad and id(p) not in ids]
-            self.optimizer = MuonAndAdamW(by_muon, rest, self.args.learning_rate, logits)
+            self.optimizer = MuonAndAdamW(by_muon, rest, self.args.learning_rate, self.logits)
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         return optimizer
 

@@ -128,6 +128,13 @@ def restore_ids(
         vars(attention.module)[_IDS] = (heads.query_heads, heads.kv_heads)
 
 
+def copy_ids(source: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give heads the ids of a model of another class with the same modules."""
+    for path, module in source.named_modules():
+        if _IDS in vars(module):
+            vars(target.get_submodule(path))[_IDS] = vars(module)[_IDS]
+
+
 def layer_names(modules: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Return a short name of every attention module by path: "18", or "cross.2".
 

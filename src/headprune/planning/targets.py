@@ -114,9 +114,12 @@ def llama_cpp_refusal(net: PreTrainedModel) -> str | None:
         reason = no_layer_windows(config) or windows_refusal(config)
         if reason is not None:
             return reason
-    factors = [getattr(config, f"{name}_multiplier", 1.0) for name in ("embedding", "residual")]
-    if kind == WINDOWED_ARCH and {*factors, config.logits_scaling} != {1.0}:
-        return "it scales embeddings, layers or logits: use llama.cpp's convert_hf_to_gguf.py."
+    if kind == WINDOWED_ARCH and (
+        {config.embedding_multiplier, config.residual_multiplier, config.logits_scaling} != {1.0}
+        or {*config.layer_rope_theta} != {config.rope_parameters["rope_theta"]}
+        or config.sliding_window is None
+    ):
+        return "it is no Llama with windows: use llama.cpp's convert_hf_to_gguf.py."
     if config.hidden_act != "silu":
         return f"its MLP has the activation {config.hidden_act}, and llama.cpp computes silu there."
     scaled = rope(config)

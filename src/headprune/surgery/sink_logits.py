@@ -7,7 +7,7 @@ value (gpt-oss, OpenAI 2025, arXiv 2508.10925). Granite SWA is Llama with such l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from jaxtyping import Float
@@ -20,20 +20,22 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from headprune.model.attention import attention_of
+from headprune.model.attention import attention_of, copy_ids
 from headprune.model.batch import Batch, without_labels
 from headprune.model.placement import on_device
 from headprune.model.windows import AttentionCall, attending
 from headprune.surgery.layer_windows import OF_CLASS, WITH_LOGITS
 
 NO_SINK = -1e4  # a logit whose exponential is 0
-_FIRST = 4  # tokens that serve as sinks (Xiao et al., section 3.1)
+SINKS = 4  # first tokens that serve as sinks (Xiao et al., section 3.1)
 # less than all of their weight, as the first window has these tokens beside the logit
 _SHIFT = -2.0
 
 
 def no_sink_logits(config: PreTrainedConfig) -> str | None:
     """Return why layers of a model get no sink logits; None if they do."""
+    if getattr(config, "headprune", None) is not None:
+        return "its heads are uneven, and need the code that travels with them."
     if config.model_type in WITH_LOGITS:
         return None
     return f"its class is a {config.model_type}, and {', '.join(WITH_LOGITS)} can have sink logits."
@@ -41,45 +43,44 @@ def no_sink_logits(config: PreTrainedConfig) -> str | None:
 
 @torch.no_grad()
 def sink_logits(
-    model: PreTrainedModel, layers: Iterable[int], size: int, batches: Iterable[Batch]
-) -> dict[int, Float[Tensor, " heads"]]:
-    """Measure what the first tokens weigh for queries that a window would keep from them.
+    net: PreTrainedModel, paths: Collection[str], batches: Iterable[Batch]
+) -> dict[str, Float[Tensor, " heads"]]:
+    """Measure what the first tokens would weigh for queries that no longer see them.
 
     Args:
-        model: The model without windows.
-        layers: Numbers of the layers.
-        size: Tokens of the window.
-        batches: Longer texts.
+        net: A model with windows of layers.
+        paths: The attention modules of these layers.
+        batches: Texts of more than ``SINKS`` tokens beyond the window.
 
     Returns:
-        The mean log sum exp of the scores of these tokens, less 2, by layer.
+        The mean log sum exp of the scores of these tokens, less 2, by path.
     """
-    attentions = {number: attention_of(model)[number] for number in layers}
-    weights: dict[int, list[Tensor]] = {number: [] for number in attentions}
-    number_of = {a.module: number for number, a in attentions.items()}
+    attentions = {a.module: a for a in attention_of(net) if a.path in paths}
+    weights: dict[str, list[Tensor]] = {path: [] for path in paths}
 
     def attend(call: AttentionCall) -> Tensor:
-        first = call.key[:, :, :_FIRST].repeat_interleave(
+        first = call.key[:, :, :SINKS].repeat_interleave(
             call.query.shape[1] // call.key.shape[1], 1
         )
-        scores = (call.query[:, :, size:] @ first.mT).float() * call.module.scaling
-        weights[number_of[call.module]].append(scores.logsumexp(-1).mean((0, 2)))
+        beyond = call.query[:, :, net.config.sliding_window + SINKS :]
+        scores = (beyond @ first.mT).float() * call.module.scaling
+        weights[attentions[call.module].path].append(scores.logsumexp(-1).mean((0, 2)))
         return call.outputs(call.mask)
 
     with attending([*attentions.values()], attend):
         for batch in batches:
-            model(**without_labels(on_device(model, batch)))
-    return {number: torch.stack(each).mean(0) + _SHIFT for number, each in weights.items()}
+            net(**without_labels(on_device(net, batch)))
+    return {path: torch.stack(each).mean(0) + _SHIFT for path, each in weights.items()}
 
 
 def with_sink_logits(
-    net: PreTrainedModel, logits: Mapping[int, Float[Tensor, " heads"]]
+    net: PreTrainedModel, logits: Mapping[str, Float[Tensor, " heads"]]
 ) -> PreTrainedModel:
-    """Return a model as a Granite SWA of the same weights, with logits in some layers.
+    """Return a model as a Granite SWA of the same weights, with logits in some attention modules.
 
     Args:
         net: A model for which ``no_sink_logits`` has no reason; it is spent.
-        logits: By layer. The others get ``NO_SINK``.
+        logits: By path. The others get ``NO_SINK``.
     """
     own, known = net.config, GraniteSWAConfig().to_dict().keys() - {*OF_CLASS}
     head_dim = attention_of(net)[0].head_dim
@@ -93,13 +94,14 @@ def with_sink_logits(
     with no_init_weights():
         twin = GraniteSWAForCausalLM(config)
     state = net.state_dict()
-    for number, attention in enumerate(attention_of(net)):
+    for attention in attention_of(net):
         none = torch.full((attention.query_heads,), NO_SINK, device=net.device)
-        state[f"{attention.path}.sinks"] = logits.get(number, none).to(net.device)
+        state[f"{attention.path}.sinks"] = logits.get(attention.path, none).to(net.device)
         if config.attention_bias:
             weight = attention.output_projection.get_parameter("weight")
             state[f"{attention.path}.o_proj.bias"] = weight.new_zeros(weight.shape[0])
     twin.load_state_dict(state, assign=True)
     twin.tie_weights()
+    copy_ids(net, twin)
     twin.generation_config = net.generation_config
     return twin.to(net.device).eval()
