@@ -15,7 +15,13 @@ from headprune.model.attention import attention_of
 from headprune.surgery.cut import resolve
 from headprune.surgery.edit import Edit, trying
 from headprune.surgery.layer_windows import WITH_LOGITS, with_windows
-from headprune.surgery.sink_logits import NO_SINK, no_sink_logits, sink_logits, with_sink_logits
+from headprune.surgery.sink_logits import (
+    IN_ONE_KERNEL,
+    NO_SINK,
+    no_sink_logits,
+    sink_logits,
+    with_sink_logits,
+)
 from tests import tiny
 from tests.cutting import prove
 from tests.test_layer_windows import OWN
@@ -82,6 +88,35 @@ def test_a_logit_stands_beside_the_scores():
     scores = (q @ k.mT / first.head_dim**0.5 + mask).exp()
     wanted = scores / (scores.sum(-1, keepdim=True) + torch.tensor(logit).exp()) @ v
     torch.testing.assert_close(inputs["with_logit"], wanted.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_kernel_computes_the_same(dtype):
+    """With padding on the left, as own attention computes it; gradients of logits, too."""
+    rows, seen = ids(), torch.ones(2, 60, dtype=torch.int64)
+    seen[0, :7] = 0
+    logits = {PATH.format(n): torch.linspace(-2, 2, 6) for n in NEAR}
+    own = with_sink_logits(windowed("llama-gqa").to(dtype), logits)
+    results = []
+    for how in ("eager", IN_ONE_KERNEL):
+        own.set_attn_implementation(how)
+        outputs = own(rows, attention_mask=seen, labels=rows)
+        outputs.loss.backward()
+        sinks = own.model.layers[1].self_attn.sinks
+        results.append((outputs.logits[1], outputs.logits[0, 7:], sinks.grad.clone()))
+        own.zero_grad()
+    most = 1e-5 if dtype is torch.float32 else 0.05
+    assert all(apart(a, b) < most for a, b in zip(*results, strict=True))
+    own.set_attn_implementation(IN_ONE_KERNEL)
+    with torch.no_grad():
+        own.model.layers[1].self_attn.sinks += 1  # the corrupted sibling
+    assert apart(own(rows, attention_mask=seen).logits[1], results[0][0]) > most
+    with torch.no_grad():
+        own.model.layers[1].self_attn.sinks -= 1
+    generated = own.generate(rows, attention_mask=seen, max_new_tokens=9, do_sample=False)
+    own.set_attn_implementation("eager")
+    same = own.generate(rows, attention_mask=seen, max_new_tokens=9, do_sample=False)
+    assert dtype is torch.bfloat16 or generated.tolist() == same.tolist()
 
 
 def test_logits_begin_with_the_weight_of_the_first_tokens():

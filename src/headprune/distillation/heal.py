@@ -37,6 +37,7 @@ from headprune.result.write import Changes, Pruned, write
 from headprune.resuming import CONFIG, Run, claimed_run
 from headprune.schemas.records import Healing
 from headprune.surgery.sink_logits import (
+    IN_ONE_KERNEL,
     SINKS,
     no_sink_logits,
     sink_logits,
@@ -248,7 +249,9 @@ def _trained(
     after = trainer.held_out(pair.reported) if step else before
     pair.model.dtype = torch.float32  # for the proof
     if step:
-        vars(pair.model)["net"] = to_float32(merged(student, config)).eval()
+        net = vars(pair.model)["net"] = to_float32(merged(student, config)).eval()
+        if trainer.logits:
+            net.set_attn_implementation("eager")
     else:
         pair.model.release()  # trained by now; it is read anew
     steps = trainer.state.global_step
@@ -287,8 +290,10 @@ def _sink_logits(pair: Pair, config: HealConfig) -> list[nn.Parameter]:
         if not batches:
             return []
         vars(pair.model)["net"] = net = with_sink_logits(net, sink_logits(net, paths, batches))
-    modules = [net.get_submodule(path) for path in paths]
-    return [module.sinks for module in modules if net.config.model_type == "granite_swa"]
+    if net.config.model_type != "granite_swa":
+        return []
+    net.set_attn_implementation(IN_ONE_KERNEL)
+    return [net.get_submodule(path).sinks for path in paths]
 
 
 def _written(

@@ -8,17 +8,22 @@ value (gpt-oss, OpenAI 2025, arXiv 2508.10925). Granite SWA is Llama with such l
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     GraniteSWAConfig,
     GraniteSWAForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.masking_utils import sdpa_mask
 
 from headprune.model.attention import attention_of, copy_ids
 from headprune.model.batch import Batch, without_labels
@@ -26,6 +31,8 @@ from headprune.model.placement import on_device
 from headprune.model.windows import AttentionCall, attending
 from headprune.surgery.layer_windows import OF_CLASS, WITH_LOGITS
 
+IN_ONE_KERNEL = "headprune_sinks"
+"""Attention with sink logits two to three times as fast as Granite SWA's own, for training."""
 NO_SINK = -1e4  # a logit whose exponential is 0
 SINKS = 4  # first tokens that serve as sinks (Xiao et al., section 3.1)
 # less than all of their weight, as the first window has these tokens beside the logit
@@ -105,3 +112,36 @@ def with_sink_logits(
     copy_ids(net, twin)
     twin.generation_config = net.generation_config
     return twin.to(net.device).eval()
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    s_aux: Tensor,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Attend with the logit as the score of one more key, whose value is 0.
+
+    Queries have the logit in one more channel, where that key alone has a 1.
+    """
+    _, heads, new, width = query.shape
+    length, more = key.shape[2], 8  # kernels want widths that divide by 8
+    if attention_mask is None:
+        attention_mask = torch.ones(new, length, dtype=torch.bool, device=query.device)
+        attention_mask = attention_mask.tril(length - new)[None, None]
+    logit = (s_aux / scaling).to(query.dtype).view(1, heads, 1, 1)
+    q = pad(torch.cat([query, logit.expand(*query.shape[:3], 1)], -1), (0, more - 1))
+    k, v = (pad(each, (0, more, 1, 0)) for each in (key, value))
+    k[:, :, 0, width] = 1
+    mask = pad(attention_mask, (1, 0), value=True)
+    grouped = heads != key.shape[1]
+    outputs = scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=grouped)
+    return outputs[..., :width].transpose(1, 2), None
+
+
+AttentionInterface.register(IN_ONE_KERNEL, _attention)
+AttentionMaskInterface.register(IN_ONE_KERNEL, sdpa_mask)
