@@ -418,6 +418,8 @@ class Bench:
             net = from_pretrained(self.by_command(row, more, sample))
             if row.method == "convert_mla":
                 net.set_attn_implementation("even_widths")
+            if net.config.model_type == "granite_swa":
+                net.set_attn_implementation(IN_ONE_KERNEL)
             return Made(net)
         net = from_pretrained(self.model, dtype="float32").requires_grad_(False)
         if row.method == "original":
