@@ -90,6 +90,7 @@ from headprune.model.cost import KVCache
 from headprune.model.gating import fixed, gated
 from headprune.model.loading import load_tokenizer
 from headprune.schemas.records import Window
+from headprune.surgery.sink_logits import IN_ONE_KERNEL
 from rivals import CUTTERS, by_scores
 
 ROOT = Path(__file__).resolve().parents[1]
