@@ -7,6 +7,7 @@ Every command prints a table in Markdown. Ratios are of things that are timed in
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os

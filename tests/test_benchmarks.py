@@ -106,8 +106,8 @@ def test_only_what_is_written_down_is_published(protocol, tmp_path, monkeypatch)
     configs = [protocol.read_config(file) for file in protocol.CONFIGS.glob("*.yaml")]
     long = [c for c in configs if c.measure in ("far", "prefilled")]
     short = [c for c in configs if c not in long]
-    kinds = [(c.model, c.dtype) for c in short if any(r.method == "original" for r in c.rows)]
-    assert sorted(kinds) == sorted({(c.model, c.dtype) for c in short})  # each once
+    kinds = [(c.sha256, c.dtype) for c in short if any(r.method == "original" for r in c.rows)]
+    assert sorted(kinds) == sorted({(c.sha256, c.dtype) for c in short})  # each once
     assert all(c.rows[0].method == "original" for c in long)
     for rows in (config.rows for config in configs):
         assert len({row.name for row in rows}) == len(rows)
