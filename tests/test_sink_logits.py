@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import headprune
+from headprune.context import Context
 from headprune.distillation import heal as module
 from headprune.errors import HeadpruneError
 from headprune.model.attention import attention_of
@@ -25,6 +26,7 @@ from headprune.surgery.sink_logits import (
 from tests import tiny
 from tests.cutting import prove
 from tests.test_layer_windows import OWN
+from tests.test_resume import Killed, kill_at
 from tests.test_windows import apart, plan_of
 
 NEAR, SIZE, FULL = (1, 3), 16, ["full_attention"]
@@ -199,6 +201,17 @@ def test_healing_trains_logits(folder, train, dtype, tmp_path, monkeypatch):
     assert headprune.inspect(tmp_path / "healed").window.size == SIZE
     card = (tmp_path / "healed" / "README.md").read_text()
     assert "with sink logits for 12 query heads" in card and "llama-server" in card
+
+
+def test_a_killed_training_of_logits_is_resumed_to_the_same_end(folder, tmp_path):
+    how = {"teacher": folder / "m", "data": folder / "long.txt", "steps": 6, "save_every": 2}
+    headprune.heal(folder / "windowed", tmp_path / "whole", **how)
+    context = Context(step=kill_at(5))
+    with pytest.raises(Killed):
+        headprune.heal(folder / "windowed", tmp_path / "out", context=context, **how)
+    headprune.heal(folder / "windowed", tmp_path / "out", resume=True, **how)
+    whole, resumed = (tmp_path / name / "model.safetensors" for name in ("whole", "out"))
+    assert whole.read_bytes() == resumed.read_bytes()
 
 
 def test_logits_can_be_left_out(folder, tmp_path):
