@@ -478,21 +478,23 @@ def cache(
     config = read_config(CONFIGS / "smollm2-kv.yaml")
     bench = Bench(config, model, texts, work)
     given = last_words(passages(bench.brown.splitlines(), words), bench.tokenizer, LONG)
+
+    def measured(net: PreTrainedModel) -> dict[str, float]:
+        return {
+            "wikitext2": math.exp(bench.nll(net, bench.wikitext, LONG, windows)),
+            "last_word": float(answered(net, given, 1).hits.mean()),
+        }
+
+    of_table = {"windows": windows, "words": words}
     for name in ("original", *(row or ())):
         folder = Path(model)
+        if all(Results.read().get("kv-cache", f"{name}, {kind}", 0) for kind in BYTES):
+            continue
         if name != "original":
             cut, known = config.named(name), Results.read().get("smollm2-kv", name, 0)
             if known is None or cut.method != "convert_gqa":
                 raise ProtocolError(f"'{name}' is no row of KV heads that was measured.")
             folder = bench.by_command(cut, cut.chosen_of(known), 0)
-
-        def measured(net: PreTrainedModel) -> dict[str, float]:
-            return {
-                "wikitext2": math.exp(bench.nll(net, bench.wikitext, LONG, windows)),
-                "last_word": float(answered(net, given, 1).hits.mean()),
-            }
-
-        of_table = {"windows": windows, "words": words}
         _by_cache("kv-cache", name, folder, work, measured, of_table, config.sha256)
 
 
@@ -506,13 +508,13 @@ def far_cache(
     """Measure long contexts in llama.cpp by the type of the cache, into results.json."""
     config = read_config(CONFIGS / "smollm2-windows-4k.yaml")
     bench = Far(config, model, texts, work)
+
+    def measured(net: PreTrainedModel) -> dict[str, float]:
+        return {"wikitext2_far": math.exp(bench.far(net, bench.wikitext))}
+
+    of_table = {"length": config.length}
     for given in (f"original={model}", *(result or ())):
         name, _, folder = given.partition("=")
-
-        def measured(net: PreTrainedModel) -> dict[str, float]:
-            return {"wikitext2_far": math.exp(bench.far(net, bench.wikitext))}
-
-        of_table = {"length": config.length}
         _by_cache("kv-cache-4k", name, Path(folder), work, measured, of_table, config.sha256)
 
 

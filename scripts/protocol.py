@@ -438,8 +438,8 @@ class Bench:
     def by_command(self, row: Row, more: dict[str, Any], sample: int) -> Path:
         """Make a row's model by the command that it names; the next one takes its place."""
         settings, text = {**row.settings, **more}, str(self.calibration[sample])
-        healing = {n: settings.pop(n) for n in ("heal_steps", "sink_logits") if n in settings}
-        folder, steps = self.work / "protocol-model", healing.pop("heal_steps", None)
+        steps, logits = settings.pop("heal_steps", None), settings.pop("sink_logits", True)
+        folder = self.work / "protocol-model"
         shutil.rmtree(folder, ignore_errors=True)  # a run that was killed left some
         folder.mkdir()
         out, scores = folder / "out", folder / "scores"
@@ -471,7 +471,8 @@ class Bench:
             headprune.convert_mla(self.model, out, data=text, **settings, **amount)
         if steps:
             cut = out.rename(folder / "cut")
-            headprune.heal(cut, out, teacher=self.model, data=text, steps=steps, **healing)
+            how = {"teacher": self.model, "data": text, "steps": steps, "sink_logits": logits}
+            headprune.heal(cut, out, **how)
         return out
 
 

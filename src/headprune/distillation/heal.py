@@ -38,7 +38,6 @@ from headprune.resuming import CONFIG, Run, claimed_run
 from headprune.schemas.records import Healing
 from headprune.surgery.sink_logits import (
     IN_ONE_KERNEL,
-    SINKS,
     no_sink_logits,
     sink_logits,
     with_sink_logits,
@@ -272,8 +271,10 @@ def _refuse_no_logits(pair: Pair, config: HealConfig) -> None:
     Raises:
         HeadpruneError: With the reason.
     """
-    why = no_sink_logits(pair.model.net.config)
+    kind = pair.model.net.config
+    why = None if kind.model_type == "granite_swa" else no_sink_logits(kind)
     why = why if _own_windows(pair) else "no layer has a window that the teacher lacks."
+    why = "models in shards get none." if in_shards() else why
     if why and not config.sink_logits:
         raise HeadpruneError(f"--config sink_logits=false has no effect: {why}")
 
@@ -284,11 +285,7 @@ def _sink_logits(pair: Pair, config: HealConfig) -> list[nn.Parameter]:
     if not paths or not config.sink_logits or in_shards():
         return []
     if no_sink_logits(net.config) is None:
-        least = net.config.sliding_window + SINKS
-        rows = islice((row for row in pair.rows if len(row["input_ids"]) > least), _FIT_ROWS)
-        batches = [pair.collate([row]) for row in rows]
-        if not batches:
-            return []
+        batches = [pair.collate([row]) for row in islice(pair.rows, _FIT_ROWS)]
         vars(pair.model)["net"] = net = with_sink_logits(net, sink_logits(net, paths, batches))
     if net.config.model_type != "granite_swa":
         return []
