@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -504,18 +504,21 @@ def far_cache(
     texts: Annotated[Path, typer.Option(help="Folder of the protocol's texts.")],
     work: Annotated[Path, typer.Option(help="Folder for intermediate files.")],
     result: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(BYTES)}.")] = None,
+    windows: int = 4,
 ) -> None:
     """Measure long contexts in llama.cpp by the type of the cache, into results.json."""
     config = read_config(CONFIGS / "smollm2-windows-4k.yaml")
     bench = Far(config, model, texts, work)
 
     def measured(net: PreTrainedModel) -> dict[str, float]:
-        return {"wikitext2_far": math.exp(bench.far(net, bench.wikitext))}
+        return {"wikitext2_far": math.exp(bench.far(net, bench.wikitext, windows))}
 
-    of_table = {"length": config.length}
+    of_table = {"length": config.length, "windows": windows}
     for given in (f"original={model}", *(result or ())):
         name, _, folder = given.partition("=")
-        _by_cache("kv-cache-4k", name, Path(folder), work, measured, of_table, config.sha256)
+        about = (measured, of_table, config.sha256)
+        _by_cache("kv-cache-4k", name, Path(folder), work, *about, kind or BYTES)
 
 
 def _by_cache(
@@ -526,10 +529,11 @@ def _by_cache(
     measured: Callable[[PreTrainedModel], dict[str, float]],
     settings: dict[str, int],
     sha256: str,
+    kinds: Iterable[str] = BYTES,
 ) -> None:
-    """Measure a model with each type of the cache that results.json lacks."""
+    """Measure a model with types of the cache that results.json lacks."""
     length = settings.get("length", 1)
-    for kind in BYTES:
+    for kind in kinds:
         if Results.read().get(table, f"{name}, {kind}", 0) is not None:
             continue
         place, began = work / "gguf", time.monotonic()

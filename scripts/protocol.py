@@ -491,10 +491,10 @@ class Far(Bench):
                 "kv_bytes": KVCache.of(net).elements(self.config.length) * 2,
             }
 
-    def far(self, net: PreTrainedModel, text: str) -> float:
+    def far(self, net: PreTrainedModel, text: str, windows: int = FAR_WINDOWS) -> float:
         """Return the mean loss of tokens after the first 512 of long windows."""
         ids, length = self._ids(text), self.config.length
-        starts = [length * n for n in evenly(len(ids) // length, FAR_WINDOWS)]
+        starts = [length * n for n in evenly(len(ids) // length, windows)]
         rows = Dataset.from_dict({"input_ids": [ids[at : at + length] for at in starts]})
         columns = causal_losses(Pass(net, rows, self.tokenizer, 1)).columns()
         names = [name for name, each in position_ranges(rows).items() if each.start >= FAR]
