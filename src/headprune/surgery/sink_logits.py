@@ -52,7 +52,7 @@ def no_sink_logits(config: PreTrainedConfig) -> str | None:
 def sink_logits(
     net: PreTrainedModel, paths: Collection[str], batches: Iterable[Batch]
 ) -> dict[str, Float[Tensor, " heads"]]:
-    """Measure what the first tokens would weigh for queries that no longer see them.
+    """Measure the weight of the first tokens for queries that no longer see them.
 
     Args:
         net: A model with windows of layers.
