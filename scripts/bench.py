@@ -462,14 +462,16 @@ def llama_cpp(models: list[Path], data: Path, context: int = LONG, decoded: int 
 
 # ---- choose.md: fewer KV heads, a quantised cache, or both
 
+Texts = Annotated[Path, typer.Option(help="Folder of the protocol's texts.")]
+Work = Annotated[Path, typer.Option(help="Folder for intermediate files.")]
 BYTES = {"F16": 2.0, "Q8_0": 34 / 32, "Q4_0": 18 / 32}  # a number; blocks of 32 share a scale
 
 
 @app.command()
 def cache(
     model: Annotated[str, typer.Option(help="Folder of SmolLM2-135M-Instruct.")],
-    texts: Annotated[Path, typer.Option(help="Folder of the protocol's texts.")],
-    work: Annotated[Path, typer.Option(help="Folder for intermediate files.")],
+    texts: Texts,
+    work: Work,
     row: Annotated[list[str] | None, typer.Option(help="Rows of smollm2-kv.yaml.")] = None,
     windows: int = 10,
     words: int = 100,
@@ -501,8 +503,8 @@ def cache(
 @app.command()
 def far_cache(
     model: Annotated[str, typer.Option(help="Folder of SmolLM2-135M-Instruct in float32.")],
-    texts: Annotated[Path, typer.Option(help="Folder of the protocol's texts.")],
-    work: Annotated[Path, typer.Option(help="Folder for intermediate files.")],
+    texts: Texts,
+    work: Work,
     result: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER")] = None,
     kind: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(BYTES)}.")] = None,
     windows: int = 4,

@@ -68,6 +68,40 @@ def test_logits_of_no_weight_change_nothing(case):
     ] * 2
 
 
+@pytest.mark.parametrize("case", ["mistral", "qwen2"])
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"attention_bias": False},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"pretraining_tp": 2},
+        {"head_dim": None},
+        {"attention_multiplier": 0.5},
+        {"embedding_multiplier": 12.0},
+        {"logits_scaling": 8.0},
+        {"layer_rope_theta": [0, 0, 0, 0]},
+        {"rope_theta": 5e5},
+        {"max_window_layers": 4},
+        {"tie_word_embeddings": True},
+    ],
+    ids=str,
+)
+def test_settings_that_the_class_ignores_stay_ignored(case, stored, tmp_path):
+    """A config.json may hold settings of other classes, which Granite SWA would obey."""
+    windowed(case).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | stored))
+    try:
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    except TypeError:  # ministral computes no head_dim
+        assert stored == {"head_dim": None}
+        return
+    expected = plain(ids()).logits
+    same = with_sink_logits(plain, {})(ids()).logits
+    torch.testing.assert_close(same, expected, atol=2e-5, rtol=0)
+
+
 def test_a_logit_stands_beside_the_scores():
     """The denominator of the softmax has one exponential more."""
     model, logit = windowed("llama-gqa"), 0.7

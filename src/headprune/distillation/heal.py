@@ -271,8 +271,8 @@ def _refuse_no_logits(pair: Pair, config: HealConfig) -> None:
     Raises:
         HeadpruneError: With the reason.
     """
-    kind = pair.model.net.config
-    why = None if kind.model_type == "granite_swa" else no_sink_logits(kind)
+    own = pair.model.net.config
+    why = None if own.model_type == "granite_swa" else no_sink_logits(own)
     why = why if _own_windows(pair) else "no layer has a window that the teacher lacks."
     why = "models in shards get none." if in_shards() else why
     if why and not config.sink_logits:

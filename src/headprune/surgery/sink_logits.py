@@ -89,10 +89,15 @@ def with_sink_logits(
         net: A model for which ``no_sink_logits`` has no reason; it is spent.
         logits: By path. The others get ``NO_SINK``.
     """
-    own, known = net.config, GraniteSWAConfig().to_dict().keys() - {*OF_CLASS}
-    head_dim = attention_of(net)[0].head_dim
+    own, head_dim = net.config, attention_of(net)[0].head_dim
+    # a config may hold settings that its own class ignores, and this one would obey
+    both = GraniteSWAConfig().to_dict().keys() & type(own)().to_dict().keys()
+    settings = {name: getattr(own, name) for name in both - {*OF_CLASS}}
+    settings["tie_word_embeddings"] = (
+        net.get_output_embeddings().weight is net.get_input_embeddings().weight
+    )
     config = GraniteSWAConfig(
-        **{name: value for name, value in own.to_dict().items() if name in known},
+        **settings,
         head_dim=head_dim,
         attention_multiplier=head_dim**-0.5,
         attention_bias=own.model_type == "qwen2",
