@@ -86,6 +86,7 @@ CONFIGS = {
     "an activation": ({"hidden_act": "none"}, "does not load as LlamaForCausalLM"),
     "a division": ({"num_attention_heads": 0}, "config"),
     "negative": ({"hidden_size": -48, "head_dim": None}, "config"),
+    "windows of no size": ({"layer_types": ["sliding_attention"] * 4}, "sliding_window no size"),
     "packed": ({"quantization_config": {"quant_method": "gptq"}}, "load"),
 }
 

@@ -274,6 +274,12 @@ def load_config(model: str | Path, **kwargs: Any) -> PreTrainedConfig:
         for part in (config, config.get_text_config()):
             if hasattr(part, "num_hidden_layers"):
                 list(getattr(part, "per_layer_config", None) or ())  # each is checked when made
+            types = getattr(part, "layer_types", None) or ()
+            if "sliding_attention" in types and not getattr(part, "sliding_window", None):
+                raise CheckpointError(
+                    f"layer_types in the config of '{model}' names layers with a window, and "
+                    "sliding_window no size (or use_sliding_window is false): correct one of them."
+                )
         return config
 
 

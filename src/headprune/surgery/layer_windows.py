@@ -62,11 +62,6 @@ def no_layer_windows(config: PreTrainedConfig, size: int | None = None) -> str |
         return "a plain config holds no window of 1 token: give a larger --window."
     if kind == "mistral" and config.sliding_window is not None:
         return f"all of its layers have a window of {config.sliding_window:,} tokens already."
-    if _NEAR in types and getattr(config, "sliding_window", None) is None:
-        return (
-            "layer_types of its config names layers with a window, and sliding_window no size: "
-            "correct one of them."
-        )
     if _NEAR in types and size not in (None, config.sliding_window):
         return (
             f"its config holds windows of one size, and some of its layers have one of "
