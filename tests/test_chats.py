@@ -188,12 +188,15 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json in csv", "json in parquet"])
 @pytest.mark.parametrize("case", SAID)
 def test_a_chat_passes_as_it_stands(case, kind, tmp_path):
-    of, chats, file = tokenizer_of(CALLS), SAID[case], tmp_path / f"chats.{kind}"
+    of, chats, file = tokenizer_of(CALLS), SAID[case], tmp_path / f"chats.{kind.split()[-1]}"
     if kind == "jsonl":
         rows_of(list(chats), file)
+    elif "json" in kind:
+        rows = Dataset.from_dict({"messages": [json.dumps(chat) for chat in chats]})
+        rows.to_csv(file, index=False) if "csv" in kind else rows.to_parquet(file)
     else:
         rows = [{"messages": chat, "source": "a"} for chat in chats]
         Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(file)

@@ -19,13 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value, load_dataset
 
+import headprune
 from headprune.config import ConvertConfig, DataConfig, EvaluateConfig, Objective, TrainGatesConfig
 from headprune.config.data import data_config
 from headprune.data.batches import batches, label_reader
 from headprune.data.read import Examples, digest_of_data, read_examples
 from headprune.data.sequences import tokenized_rows, translation_rows
 from headprune.data.tokens import refuse_beyond
-from headprune.errors import DataError, HeadpruneWarning
+from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import bootstrap
 from headprune.evaluation.evaluate import evaluate
@@ -341,7 +342,6 @@ def test_a_number_of_no_class_is_refused(kind, several, number, tmp_path):
 DATES = {
     "texts": ["2024-01-01", "2024-01-02T03:04"],
     "words": [["2024-01-01", "2024-01-02 03:04:05"], ["2024-01-03"]],
-    "no words": [["2024-01-01"], []],
 }
 
 
@@ -622,10 +622,64 @@ def test_one_window_is_enough_to_measure(tmp_path, capsys):
     refuses(capsys, "The data has 1 tokens, which makes 0 sequences of 16", *line)
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train-00000-of-00001", "test-00000-of-00001"],
+        ["data/train-00000-of-00001", "data/test-00000-of-00001", "data/validation"],
+        ["train", "test", "dev"],
+        ["train/0000", "test/0000"],
+    ],
+)
+@pytest.mark.parametrize("ending", ["csv", "parquet", "txt"])
+def test_files_of_splits_are_read_as_datasets_reads_them(names, ending, tmp_path):
+    for name in names:
+        file = tmp_path / f"{name}.{ending}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        row = {"text": [name]}
+        file.write_text(name) if ending == "txt" else pd.DataFrame(row).to_parquet(
+            file
+        ) if ending == "parquet" else pd.DataFrame(row).to_csv(file, index=False)
+    wanted = load_dataset(str(tmp_path), cache_dir=str(tmp_path / ".cache"))
+    assert {*wanted} >= {"train", "test"}
+    for split, rows in wanted.items():
+        got = read_examples(data_config(f"{tmp_path}@{split}", None, None))
+        assert [*got.strings()] == rows["text"]
+        assert [*read_examples(data_config(tmp_path, None, None, split=split)).strings()] == rows[
+            "text"
+        ]
+    with pytest.raises(DataError, match="has files of the splits .*, and none of other"):
+        read_examples(data_config(f"{tmp_path}@other", None, None))
+
+
+def test_names_that_only_begin_like_a_split_are_files_of_one_text(tmp_path):
+    for name in ("training", "testament", "developers", "test"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    assert len([*read_examples(data_config(tmp_path, None, None)).texts]) == 4
+
+
+def test_a_data_set_of_splits_in_memory_is_refused(llama_folder):
+    rows = Dataset.from_dict({"text": ["w1 w2"]})
+    with pytest.raises(
+        HeadpruneError, match=r"splits train, test: give one of them.*data\['test'\]"
+    ):
+        headprune.evaluate(llama_folder, data=DatasetDict(train=rows, test=rows))
+
+
+def test_views_of_strings_are_text(tmp_path):
+    pq.write_table(
+        pa.table({"text": pa.array(["a", "b"], pa.string_view())}), tmp_path / "a.parquet"
+    )
+    assert [*read_examples(data_config(tmp_path / "a.parquet", None, None)).texts] == [
+        ("a",),
+        ("b",),
+    ]
+
+
 @pytest.mark.parametrize("name", ["train.csv", "folder"])
 def test_a_local_place_has_no_split(name, tmp_path):
     (tmp_path / "folder").mkdir()
-    for file in ("train.csv", "folder/train.csv", "folder/test.csv"):
+    for file in ("train.csv", "folder/train.csv", "folder/train-2.csv"):
         (tmp_path / file).write_text("text\nhello\n")
     with pytest.raises(DataError, match="is a local .* without splits, so @test names none"):
         data_config(f"{tmp_path / name}@test", None, None)

@@ -160,6 +160,16 @@ def test_limits_on_a_domain(llama_folder, text_file, other_text, tmp_path):
     named = since.model_copy(update={"data": domains({"x": first, "brown": other_text})})
     update_baseline(named)
     assert _assert_no_regression(llama_folder, path).passed
+    chats = tmp_path / "chats.jsonl"
+    said = [{"role": "user", "content": "w1"}, {"role": "assistant", "content": tiny.text(20)}]
+    chats.write_text((json.dumps({"messages": said}) + "\n") * 30)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+    tokenizer.save_pretrained(llama_folder)
+    answers = [{"name": "chats", "source": str(chats), "loss": "answers"}, *named.data[1:]]
+    update_baseline(build(CheckConfig, **{**since.model_dump(), "data": answers}))
+    assert _assert_no_regression(llama_folder, path).passed
+    update_baseline(named)
     other_text.write_text(tiny.text(1_000, seed=6))
     with pytest.raises(DataError, match="on other data: the texts of 'brown'"):
         check(since)

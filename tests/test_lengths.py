@@ -187,4 +187,6 @@ def test_labels_of_tokens_are_cut_and_those_of_a_row_are_not():
     tagged, several = ({"input_ids": ids, "labels": labels} for labels in (ids, [1, 0, 1, 1, 0]))
     assert cut(tagged, 4)["labels"] == cut(tagged, 4)["input_ids"] == [0, 1, 2, 8]
     assert cut(several, 4)["labels"] == [1, 0, 1, 1, 0]
+    as_many = {"input_ids": ids, "labels": [1.0] * 9}  # classes
+    assert cut(as_many, 4)["labels"] == [1.0] * 9
     assert cut({"input_ids": ids, "labels": 3}, 4) == {"input_ids": [0, 1, 2, 8], "labels": 3}

@@ -8,7 +8,7 @@ import torch
 
 import headprune
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.errors import CheckpointError, FamilyError
+from headprune.errors import CheckpointError, FamilyError, HeadpruneError
 from headprune.evaluation import quality
 from headprune.evaluation.loaded import load
 from headprune.model.embedding import head_of, read_as_embedded, recipe_of
@@ -206,3 +206,25 @@ def test_a_result_keeps_its_pooling(tmp_path):
     assert recipe_of(headprune.from_pretrained(tmp_path / "cut")).pooling == ("cls",)
     for name in ("modules.json", "1_Pooling/config.json"):
         assert (tmp_path / "cut" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_model_in_memory_keeps_its_settings(tmp_path):
+    files = {OF_POOLING: {"pooling_mode": "cls"}, OF_ALL: PROMPTS}
+    folder = described(tmp_path / "model", files)
+    net = headprune.from_pretrained(folder)
+    plan = classes.plan_of_one_unit(net, tmp_path / "plan.json")
+    cut = headprune.prune(net, tmp_path / "cut", plan=plan).model
+    assert (
+        recipe_of(cut)
+        == recipe_of(headprune.from_pretrained(folder))
+        != recipe_of(tiny.model("bert-base"))
+    )
+
+
+def test_embeddings_of_other_lengths_are_refused_before_they_are_made(tmp_path):
+    ours, theirs = (tmp_path / name for name in ("ours", "theirs"))
+    described(ours, {OF_ALL: {"truncate_dim": 7}})
+    described(theirs, {OF_ALL: {"truncate_dim": 9}})
+    (tmp_path / "rows.txt").write_text("\n".join(TEXTS))
+    with pytest.raises(HeadpruneError, match="embeddings of 7 numbers.*embeddings of 9 numbers"):
+        headprune.evaluate(ours, data=tmp_path / "rows.txt", against=theirs)

@@ -21,7 +21,8 @@ from headprune.data.batches import batches, calibration, merge_calibration
 from headprune.data.read import read_examples
 from headprune.data.sentences import by_sentence, sentences
 from headprune.errors import CheckpointError
-from headprune.evaluation.evaluate import evaluate
+from headprune.evaluation.evaluate import evaluate, run
+from headprune.evaluation.loaded import load
 from headprune.model.batch import without_labels
 from headprune.model.loading import load_tokenizer
 from headprune.role.inputs import text_input
@@ -93,6 +94,20 @@ def test_embeddings_of_plain_text_are_of_its_sentences(tmp_path):
     plain, table = ({m.name: (m.value, m.n) for m in one.model.metrics} for one in found)
     assert plain == table
     assert plain["similarity_correlation"][1] == 40
+    data = DataConfig(source=str(_written(tmp_path)[0]))
+    samples = run(load(folder, data, config, tmp_path / "other"), config).samples[0]
+    assert samples.documents_of("mean_cosine") is not None  # neighbours are no accident
+
+
+def test_pairs_are_calibrated_as_they_are_embedded(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    rows = [{"a": tiny.text(9, at), "b": tiny.text(5, at + 99)} for at in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, config = DataConfig(source=str(file), text_column="a,b"), CalibrationConfig(seq_len=64)
+    batch = calibration(
+        tiny.model("bert-base"), tiny.tokenizer(), data, config, "score"
+    ).fit.whole()
+    assert 9 <= batch["input_ids"].shape[1] < 9 + 5
 
 
 def _step(case, folder, lengths, **settings):

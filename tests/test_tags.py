@@ -14,7 +14,7 @@ from transformers import (
 
 import headprune
 from headprune.data.sequences import _at_first_tokens
-from headprune.errors import DataError, HeadpruneError
+from headprune.errors import DataError, HeadpruneError, HeadpruneWarning
 from headprune.evaluation import tagged
 from tests import tiny
 
@@ -97,6 +97,20 @@ def test_tags_and_entities_are_those_of_seqeval(model, sentences):
     numbered = [[TAGS.index(name) for name in row] for row in sentences["tags"]]
     classes = Dataset.from_dict({"tokens": sentences["tokens"], "tags": numbered}, features)
     assert numbers(headprune.evaluate(model, data=classes, **HOW)) == got
+
+
+def test_entities_of_bilou_are_those_of_bioes():
+    bilou = ["U-PER", "U-PER", "O", "B-LOC", "I-LOC", "L-LOC", "L-UNIT"]
+    bioes = ["S-PER", "S-PER", "O", "B-LOC", "I-LOC", "E-LOC", "E-UNIT"]
+    assert tagged._entities(bilou, bioes) == (4, 4, 4)
+    assert tagged._entities(bilou, ["S-PER", "O", *bioes[2:]]) == (3, 4, 3)
+
+
+def test_a_sentence_without_words_is_left_out(model, sentences):
+    empty = Dataset.from_dict({"tokens": [[]], "tags": [[]]}, sentences.features)
+    with pytest.warns(HeadpruneWarning, match="1 of 61 rows have no text"):
+        report = headprune.evaluate(model, data=concatenate_datasets([empty, sentences]), **HOW)
+    assert numbers(report) == numbers(headprune.evaluate(model, data=sentences, **HOW))
 
 
 def test_models_may_number_tags_differently(model, sentences, tmp_path):

@@ -79,7 +79,7 @@ def _model(net: Any, tokenizer: Any, folder: Path) -> Path:
     """
     from transformers import AutoTokenizer
 
-    from headprune.io.folders import refuse_links
+    from headprune.io.folders import OF_SENTENCES, copy_companions, refuse_links, source_folder
     from headprune.model.reading import damage_is
 
     net = _unwrapped(net)
@@ -91,10 +91,12 @@ def _model(net: Any, tokenizer: Any, folder: Path) -> Path:
         net.save_pretrained(folder, state_dict=_weights(net))
         if generation is not None:  # a folder may hold settings that transformers does not write
             generation.to_json_file(folder / "generation_config.json")
-    if tokenizer is None and name:
+    if name:
         refuse_links(name)
         with suppress(Exception):  # a model without text has none
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
+        with suppress(Exception):  # nor is every name a place
+            copy_companions(source_folder(name), folder, OF_SENTENCES)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
@@ -172,6 +174,11 @@ def _weights(net: Any) -> dict[str, Any]:
 
 
 def _each(value: Any, write: Callable[[Any, int], Any]) -> Any:
+    if isinstance(value, Mapping) and hasattr(value, "column_names"):  # a DatasetDict
+        raise HeadpruneError(
+            f"The data set has the splits {', '.join(map(str, value))}: give one of them, as in "
+            f"data['{[*value][-1]}']."
+        )
     if isinstance(value, Mapping):
         return {name: write(one, number) for number, (name, one) in enumerate(value.items())}
     if isinstance(value, list | tuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,10 @@ BUILDERS = {  # of datasets, by the ending of a file
     ".raw": "text",
     ".md": "text",
 }
+
+
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev)(?![a-z])")
+_SPLITS = dict.fromkeys(("valid", "val", "dev"), "validation")
 
 
 class Loss(str, Enum):
@@ -103,7 +107,9 @@ def data_config(
     name, at, given = source.rpartition("@")
     if at and name and "/" not in given and not is_there(source):
         source, split = name, given
-        if is_there(path := Path(name)) and not (path / "dataset_dict.json").is_file():
+        path = Path(name)
+        saved = (path / "dataset_dict.json").is_file()
+        if is_there(path) and not (saved or splits_of(path, path.rglob("*"))):
             raise DataError(
                 f"'{name}' is a local {'folder' if path.is_dir() else 'file'} without splits, so "
                 f"@{split} names none. Give the file of that split."
@@ -116,6 +122,21 @@ def data_config(
         label_column=label_column,
         loss=loss,
     )
+
+
+def splits_of(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
+    """Return files by the split that their name, or that of a folder, begins with.
+
+    As datasets does for ``train.txt``, ``test-00000-of-00001.parquet`` or ``dev/a.txt``. None if
+    there are fewer than two splits.
+    """
+    splits = dict[str, list[Path]]()
+    for file in files:
+        parts = file.relative_to(folder).parts
+        names = [match[1] for part in parts if (match := _SPLIT.match(part.lower()))]
+        if names:
+            splits.setdefault(_SPLITS.get(names[0], names[0]), []).append(file)
+    return splits if len(splits) > 1 else {}
 
 
 class Domain(Settings):

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +30,7 @@ from headprune.data.images import media_table
 from headprune.data.sequences import Label
 from headprune.data.text import Collate, evenly
 from headprune.data.tokens import BYTES, TextBytes
-from headprune.errors import DataError
+from headprune.errors import DataError, HeadpruneWarning
 from headprune.model.batch import Batch, SpeechProcessor, decoder_inputs, most_tokens
 from headprune.packages import refuse_missing
 
@@ -113,7 +115,8 @@ def read_recordings(data: DataConfig, labelled: bool = False) -> Recordings:
         HeadpruneError: If there are none, it is unclear which, or soundfile is not installed.
     """
     refuse_missing("Sound", "soundfile")
-    table = media_table(data, "recordings", "a folder with a metadata.csv", _of_folder)
+    of_folder = partial(_of_folder, labelled=labelled)
+    table = media_table(data, "recordings", "a folder with a metadata.csv", of_folder)
     sounds = [name for name, kind in table.features.items() if isinstance(kind, Audio)]
     others = [
         name
@@ -133,11 +136,13 @@ def read_recordings(data: DataConfig, labelled: bool = False) -> Recordings:
     return Recordings(table.cast_column(sounds[0], Audio(decode=False)), sounds[0], text, labelled)
 
 
-def _of_folder(folder: Path) -> Dataset:
-    """Return the files of subfolders with the names of these."""
+def _of_folder(folder: Path, labelled: bool) -> Dataset:
+    """Return the files of subfolders, with the names of these as labels."""
     files = [file for file in visible(folder) if file.parent.parent == folder]
     sounds = [file for file in files if file.suffix.lower() in AudioFolder.EXTENSIONS]
-    columns = {"audio": list(map(str, sounds)), "label": [file.parent.name for file in sounds]}
+    columns = {"audio": list(map(str, sounds))}
+    if labelled:
+        columns["label"] = [file.parent.name for file in sounds]
     return Dataset.from_dict(columns).cast_column("audio", Audio(decode=False))
 
 
@@ -157,6 +162,15 @@ def recording_rows(
         positions = [max(1, int(net._get_feat_extract_output_lengths(many))) for many in samples]
     else:
         positions = [getattr(net.config, "max_source_positions", None) or _POSITIONS] * count
+    if longest := getattr(processor.feature_extractor, "n_samples", None):  # of Whisper
+        cut = sum(len(recordings.sound(number, rate)) > longest for number in range(count))
+        if cut:
+            warnings.warn(
+                f"{cut:,} of {count:,} recordings are longer than {longest / rate:.0f} seconds, "
+                "and the model hears no more of them: split them.",
+                HeadpruneWarning,
+                stacklevel=2,
+            )
     columns: dict[str, Any] = {}
     if read_label is not None:
         labels: Any = [read_label(label) for label in recordings.labels or ()]
@@ -175,6 +189,11 @@ def recording_rows(
         "labels": labels,
     }
     return Dataset.from_dict(columns)
+
+
+def at_once(net: PreTrainedModel, batch_size: int) -> int:
+    """Return the recordings of a pass: 1 where a norm over time reads the padding of others."""
+    return 1 if getattr(net.config, "feat_extract_norm", None) == "group" else batch_size
 
 
 def features_of(

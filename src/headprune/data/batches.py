@@ -211,7 +211,9 @@ def batches(
         labelled = objective is Objective.TASK and data.label_column is not None
         read_label = label_reader(net, examples.labels or ()) if labelled else None
         rows = tokenized_rows(
-            some, tokenizer, seq_len, read_label, vocabulary, prompt=prompt_of(net)
+            *(some, tokenizer, seq_len, read_label, vocabulary),
+            apart=task == "features",
+            prompt=prompt_of(net),
         )
         collator = _padded_of(net, tokenizer)
     _refuse_few(rows, need)

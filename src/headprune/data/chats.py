@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -32,8 +33,12 @@ class Chat(NamedTuple):
 
 
 def holds_chats(table: Dataset, column: str) -> bool:
-    """Return whether a column holds lists of messages."""
+    """Return whether a column holds lists of messages, or their JSON."""
     feature = table.features[column]
+    if getattr(feature, "dtype", None) in ("string", "large_string"):
+        cell = next(iter(table.select_columns([column]).with_format(None)), {}).get(column)
+        with suppress(TypeError, ValueError):
+            return _are_messages(json.loads(cell)) if str(cell).startswith("[{") else False
     message = getattr(feature, "feature", feature)
     if isinstance(message, dict):
         return message is not feature and bool(_SAID & message.keys())
@@ -41,7 +46,11 @@ def holds_chats(table: Dataset, column: str) -> bool:
         return False
     rows = table.select_columns([column]).with_format(None)
     first = next((row[column] for row in rows if row[column]), None)
-    return isinstance(first, list) and isinstance(first[0], dict) and bool(_SAID & first[0].keys())
+    return _are_messages(first)
+
+
+def _are_messages(cell: Any) -> bool:
+    return isinstance(cell, list) and isinstance(cell[0], dict) and bool(_SAID & cell[0].keys())
 
 
 def chats_of(batch: Mapping[str, list[Any]], column: str) -> Iterator[Chat]:
@@ -116,12 +125,13 @@ def _named(chat: Chat) -> list[dict[str, Any]]:
 
     A system message that stands beside them comes first, unless they begin with one.
     """
+    said: Any = chat.messages
     messages = [
         {"role": _ROLES.get(one["from"], one["from"]), "content": one["value"]}
         | {key: value for key, value in one.items() if key not in ("from", "value")}
         if "from" in one and "value" in one
         else dict(one)
-        for one in chat.messages
+        for one in (json.loads(said) if isinstance(said, str) else said)
     ]
     if not chat.system or (messages and messages[0].get("role") == "system"):
         return messages

@@ -119,7 +119,7 @@ def without_nulls(table: Dataset, columns: list[str], data: DataConfig) -> Datas
             stacklevel=3,
         )
     if data.label_column is not None:
-        empty = _nulls(table, [data.label_column])
+        empty = _nulls(table, [data.label_column], lists=False)  # several labels may be none
         if empty.any():
             raise DataError(
                 f"--label-column {data.label_column}: {int(empty.sum()):,} rows of "
@@ -128,18 +128,19 @@ def without_nulls(table: Dataset, columns: list[str], data: DataConfig) -> Datas
     return table
 
 
-def _nulls(table: Dataset, columns: list[str]) -> NDArray[np.bool_]:
+def _nulls(table: Dataset, columns: list[str], lists: bool = True) -> NDArray[np.bool_]:
     batches = table.select_columns(columns).with_format("arrow").iter(_AT_ONCE)
     masks = [
-        np.any([_is_empty(batch[name]).to_numpy() for name in columns], axis=0) for batch in batches
+        np.any([_is_empty(batch[name], lists).to_numpy() for name in columns], axis=0)
+        for batch in batches
     ]
     return np.concatenate([np.zeros(0, np.bool_), *masks])
 
 
-def _is_empty(cells: pa.ChunkedArray) -> pa.ChunkedArray:
+def _is_empty(cells: pa.ChunkedArray, lists: bool) -> pa.ChunkedArray:
     if pa.types.is_string(cells.type) or pa.types.is_large_string(cells.type):
         return pc.equal(pc.fill_null(cells, ""), "")
-    if pa.types.is_list(cells.type) and pa.types.is_struct(cells.type.value_type):  # a chat
+    if lists and (pa.types.is_list(cells.type) or pa.types.is_large_list(cells.type)):
         return pc.equal(pc.fill_null(pc.list_value_length(cells), 0), 0)
     return pc.is_null(cells)
 

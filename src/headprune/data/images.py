@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from headprune.config import DataConfig
 from headprune.data.columns import label_texts
 from headprune.data.files import visible
-from headprune.data.read import of_files, of_the_hub
+from headprune.data.read import of_files, of_split, of_the_hub
 from headprune.data.sequences import Label
 from headprune.data.tables import of_tables
 from headprune.data.text import Collate, evenly
@@ -118,6 +118,7 @@ def media_table(
         if not place.exists():
             return of_the_hub(data)
         files = [place] if place.is_file() else visible(place, "*.parquet")
+        files = of_split(place, files, data)
         if files:
             return of_files(files, "parquet")
         if (listed := place / "metadata.csv").is_file():

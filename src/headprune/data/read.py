@@ -21,7 +21,7 @@ import datasets
 from datasets import Dataset
 
 from headprune.config import DataConfig
-from headprune.config.data import BUILDERS, Loss, refuse_missing_file, suffix
+from headprune.config.data import BUILDERS, Loss, refuse_missing_file, splits_of, suffix
 from headprune.data.chats import BESIDE, answer_places, chat_text, chats_of, holds_chats
 from headprune.data.columns import label_texts, text_columns, without_nulls
 from headprune.data.files import byte_pieces, text_pieces, visible
@@ -262,9 +262,25 @@ def _files(data: DataConfig) -> list[Path]:
         files = [file for file in files if suffix(file) != ".md"]
     if any(suffix(file) != ".md" for file in files):
         files = [file for file in files if file.name != "README.md"]
+    files = of_split(path, files, data)
     if not files:
         raise DataError(f"The folder '{path}' has no file with one of the endings {_ENDINGS}.")
     return files
+
+
+def of_split(folder: Path, files: list[Path], data: DataConfig) -> list[Path]:
+    """Return the files of the split; all of them where names tell no two splits.
+
+    Raises:
+        DataError: If there are others only.
+    """
+    splits = splits_of(folder, files)
+    if splits and data.split not in splits:
+        raise DataError(
+            f"'{folder}' has files of the splits {', '.join(splits)}, and none of {data.split}: "
+            f"give one, as in {folder}@{next(iter(splits))}."
+        )
+    return splits.get(data.split, files)
 
 
 def _table(files: list[Path], builder: str | None, data: DataConfig) -> Dataset:
@@ -305,6 +321,9 @@ def of_files(files: list[Path], builder: str) -> Dataset:
                 split="train",
                 cache_dir=str(Path(folder) / "cache"),
             )
+            views = [n for n, f in table.features.items() if f == datasets.Value("string_view")]
+            for name in views:  # of Polars
+                table = table.cast_column(name, datasets.Value("string"))
             return with_dates(table, plain) if builder == "json" else table
         finally:
             datasets.logging.set_verbosity(verbosity)

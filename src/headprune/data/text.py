@@ -197,7 +197,8 @@ def longest_of(rows: Dataset) -> int:
 def cut(row: dict[str, Any], longest: int) -> dict[str, Any]:
     """Return a row without the surplus tokens before its last; labels of a row stay whole."""
     labels: Any = row.get("labels")
-    of_row = {"labels"} if np.size(labels) != len(row["input_ids"]) else set()
+    per_token = isinstance(labels, list) and len(labels) == len(row["input_ids"])
+    of_row = set() if per_token and isinstance(labels[0], int) else {"labels"}  # else floats
     return {n: column if n in of_row else _cut(column, longest) for n, column in row.items()}
 
 

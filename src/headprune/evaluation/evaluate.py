@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Context, Progress, continued
-from headprune.data.audio import Recordings, speech_of
+from headprune.data.audio import Recordings, at_once, speech_of
 from headprune.data.images import Images, pixels_of
 from headprune.data.needles import Needle
 from headprune.data.text import Collate
@@ -175,7 +175,8 @@ def measure(loaded: Loaded, index: int, config: EvaluateConfig, progress: Progre
         given = _columns(loaded, index, domain, config, result, step)
         columns |= {within(name, domain.name): column for name, column in given.items()}
         if domain.documents is not None:
-            by_row = [name for name in given if plain(name) in _BY_ROW]
+            later = [COSINES] * (domain.name in result.vectors)
+            by_row = [name for name in (*given, *later) if plain(name) in _BY_ROW]
             documents |= {within(name, domain.name): domain.documents for name in by_row}
         done += len(domain.rows) + len(domain.prompts)
         if domain.references:
@@ -210,11 +211,12 @@ def _columns(
     net, tokenizer, given = loaded.nets[index], loaded.tokenizer, domain.examples
     task, truth = TASKS[task_of(net)], loaded.truth(domain)
     collate: Collate | None = None
+    size = config.batch_size
     if isinstance(given, Images):
         collate = pixels_of(given, tokenizer)
     elif isinstance(given, Recordings):
-        collate = speech_of(given, net, tokenizer)
-    how = (config.batch_size, progress, collate, config.seed, loaded.order(index))
+        collate, size = speech_of(given, net, tokenizer), at_once(net, size)
+    how = (size, progress, collate, config.seed, loaded.order(index))
     outputs = task.outputs(Pass(net, domain.rows, tokenizer, *how))
     if COSINES in task.names(truth):  # to be compared with those of the base
         measured.vectors[domain.name] = outputs

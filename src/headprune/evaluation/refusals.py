@@ -20,7 +20,7 @@ from headprune.evaluation.speed import refuse_long_prompts
 from headprune.evaluation.tagged import refuse_missing_seqeval
 from headprune.evaluation.task_table import TASKS, are_pairs
 from headprune.formats.format import is_exported, read_export
-from headprune.model.embedding import refuse_other_similarity
+from headprune.model.embedding import refuse_other_similarity, width_of
 from headprune.model.loading import CLASSIFIERS, class_ids, task_of
 
 _FOR_ENGINES = ("gguf", "vllm", "onnx", "openvino")
@@ -99,6 +99,7 @@ def _refuse_unlike(
     kinds = [
         f"{task_of(net)}, {getattr(net.config.get_text_config(), 'vocab_size', 0):,} tokens"
         + (f", {net.config.num_labels} numbers" if task_of(net) == "regression" else "")
+        + (f", embeddings of {width_of(net)} numbers" if task_of(net) == "features" else "")
         for net in nets
     ]
     if kinds[0] != kinds[1]:

@@ -62,8 +62,13 @@ def tag_columns(
     return {name: np.array(column, np.float64) for name, column in columns.items()}
 
 
+def _bioes(tag: str) -> str:
+    """Return a tag as seqeval knows it: the U and L of BILOU are its S and E."""
+    return {"U-": "S-", "L-": "E-"}.get(tag[:2], tag[:2]) + tag[2:]
+
+
 def _entities(got: Sequence[str], wanted: Sequence[str]) -> tuple[int, int, int]:
     from seqeval.metrics.sequence_labeling import get_entities
 
-    said, true = set(get_entities([*got])), set(get_entities([*wanted]))
+    said, true = (set(get_entities([_bioes(tag) for tag in tags])) for tags in (got, wanted))
     return len(said & true), len(said), len(true)

@@ -19,6 +19,10 @@ from headprune.errors import CheckpointError
 from headprune.io import hub
 from headprune.io.writing import is_there
 
+OF_SENTENCES = (  # with pooling and dense layers
+    *("modules.json", "sentence_*config.json", "config_sentence_transformers.json"),
+    *("[0-9]*_*/config.json", "[0-9]*_*/*.safetensors"),
+)
 # Files of tokenizers, processors and generation, with code (never run); adapters of languages;
 # licences. Weights and config are written anew; other files are the user's.
 COMPANIONS = (
@@ -29,8 +33,7 @@ COMPANIONS = (
     *("tokenization_*.py", "*processing_*.py", "feature_extraction_*.py"),
     *("custom_generate/*", "generation_config.json", "adapter.*.safetensors"),
     *("*LICEN[CS]E*", "*[Ll]icen[cs]e*", "*NOTICE*", "*[Nn]otice*", "*USE_POLICY*", "COPYING*"),
-    *("modules.json", "sentence_*config.json", "config_sentence_transformers.json"),
-    *("[0-9]*_*/config.json", "[0-9]*_*/*.safetensors"),  # pooling and dense layers
+    *OF_SENTENCES,
     *("spm*.json", "source.spm", "target.spm", "normalizer.json", "dict.txt"),
 )
 
@@ -76,14 +79,14 @@ def refuse_links(folder: str | Path) -> None:
             )
 
 
-def copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path, patterns: Iterable[str] = COMPANIONS) -> None:
     """Copy tokenizer and processor files, settings of generation and pooling, licences.
 
     Raises:
         CheckpointError: If the source holds a link to something else.
     """
     refuse_links(source)
-    files = {file for pattern in COMPANIONS for file in source.glob(pattern) if file.is_file()}
+    files = {file for pattern in patterns for file in source.glob(pattern) if file.is_file()}
     for file in sorted(files):
         inside = file.relative_to(source)
         (target / inside).parent.mkdir(parents=True, exist_ok=True)

@@ -131,6 +131,13 @@ def recipe_of(model: PreTrainedModel) -> Recipe:
     return recipe
 
 
+def width_of(model: PreTrainedModel) -> int:
+    """Return the numbers of an embedding."""
+    recipe = recipe_of(model)
+    whole = len(recipe.pooling) * int(model.config.get_text_config().hidden_size)
+    return min(whole, recipe.size or whole)
+
+
 def prompt_of(model: PreTrainedModel) -> str:
     """Return the text before every text to embed; "" for other tasks."""
     return recipe_of(model).prompt if task_of(model) == "features" else ""
