@@ -118,7 +118,7 @@ def test_gates_and_healing_learn_from_speech(dtype, model, recordings, tmp_path)
     assert healed.taken_after > 0
 
 
-@pytest.mark.parametrize("kind", ["parquet", "saved", "other rate", "stereo"])
+@pytest.mark.parametrize("kind", ["parquet", "saved", "jsonl", "other rate", "stereo"])
 def test_recordings_are_the_same_from_everywhere(kind, recordings, tmp_path):
     folder = read_recordings(DataConfig(source=str(recordings)))
     table, source = folder.table.cast_column("audio", Audio()), recordings
@@ -126,6 +126,11 @@ def test_recordings_are_the_same_from_everywhere(kind, recordings, tmp_path):
         folder.table.to_parquet(source := tmp_path / "sound.parquet")
     elif kind == "saved":
         folder.table.save_to_disk(source := tmp_path / "saved")
+    elif kind == "jsonl":
+        rows = zip((f"{n:02}.wav" for n in range(COUNT)), folder.transcripts, strict=True)
+        lines = [json.dumps({"file_name": name, "text": text}) for name, text in rows]
+        (recordings / "metadata.jsonl").write_text("\n".join(lines))
+        (recordings / "metadata.csv").unlink()
     elif kind == "stereo":
         both = np.stack([tone(3, RATE) * 1.5, tone(3, RATE) * 0.5], axis=1)
         soundfile.write(recordings / "03.wav", both / 2, RATE, subtype="FLOAT")
@@ -135,7 +140,7 @@ def test_recordings_are_the_same_from_everywhere(kind, recordings, tmp_path):
     assert len(table) == COUNT
     read = read_recordings(DataConfig(source=str(source), text_column="text"))
     assert read.transcripts == folder.transcripts
-    if kind in ("parquet", "saved"):
+    if kind in ("parquet", "saved", "jsonl"):
         assert read.sha256 == folder.sha256
     ours, theirs = (torch.tensor(each.sound(3, RATE)) for each in (read, folder))
     near = torch.nn.functional.cosine_similarity(ours, torch.tensor(tone(3, RATE)), dim=0)

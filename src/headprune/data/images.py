@@ -22,7 +22,6 @@ from headprune.data.columns import label_texts
 from headprune.data.files import visible
 from headprune.data.read import of_files, of_split, of_the_hub
 from headprune.data.sequences import Label
-from headprune.data.tables import of_tables
 from headprune.data.text import Collate, evenly
 from headprune.errors import DataError
 from headprune.model.batch import Batch
@@ -121,7 +120,7 @@ def media_table(
         files = of_split(place, files, data)
         if files:
             return of_files(files, "parquet")
-        if (listed := place / "metadata.csv").is_file():
+        for listed in filter(Path.is_file, (place / f"metadata.{one}" for one in ("csv", "jsonl"))):
             return _of_list(listed, kind)
         return of_folder(place)
     except DataError:
@@ -135,8 +134,8 @@ def media_table(
 
 
 def _of_list(file: Path, kind: Media) -> Dataset:
-    """Return the rows of a metadata.csv, whose column ``file_name`` names files beside it."""
-    table = of_tables([file])
+    """Return the rows of a list whose column ``file_name`` names files beside it."""
+    table = of_files([file], "csv" if file.suffix == ".csv" else "json")
     places = [str(file.parent / str(name)) for name in table["file_name"]]
     column, feature = ("image", Image()) if kind == "images" else ("audio", Audio(decode=False))
     return table.remove_columns("file_name").add_column(column, places).cast_column(column, feature)
