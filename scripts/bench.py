@@ -40,12 +40,11 @@ from headprune.config import (
     DataConfig,
     Train,
 )
-from headprune.data.passages import passages
+from headprune.data.passages import last_words, passages
 from headprune.data.read import read_examples
 from headprune.data.sequences import all_windows
 from headprune.evaluation import speed as speeds
 from headprune.evaluation.metrics import Samples, interval_of
-from headprune.evaluation.probes import last_words
 from headprune.evidence.losses import example_losses
 from headprune.evidence.statistics import Need, collect
 from headprune.evidence.windows import far_batches, slopes

@@ -80,7 +80,6 @@ from headprune.data.read import Examples, read_examples
 from headprune.data.sequences import tokenized_rows
 from headprune.data.text import evenly
 from headprune.evaluation.metrics import similarity_correlation
-from headprune.evaluation.probes import SECRETS
 from headprune.evaluation.quality import LOSSES, Pass, causal_losses, embeddings, position_ranges
 from headprune.evaluation.tasks import task_scores
 from headprune.evidence.recall import passage_dependent_words
@@ -512,7 +511,7 @@ class Far(Bench):
         )
         examples = read_examples(DataConfig(source=str(_written(self.work / "b.txt", self.brown))))
         window = Window(size=length // 4, sinks=4)
-        beyond = needles(examples, self.tokenizer, SECRETS, how, None, window=window)
+        beyond = needles(examples, self.tokenizer, how, None, window=window)
         return tuple(beyond[:NEEDLES])
 
 

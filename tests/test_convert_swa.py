@@ -4,7 +4,13 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 import headprune
 from headprune.config import DataConfig, HealConfig, SwaConfig, WindowConfig
@@ -16,6 +22,7 @@ from headprune.evidence.windows import window_scores
 from headprune.model.attention import attention_of
 from headprune.model.cost import KVCache, model_cost
 from headprune.model.open import open_model
+from headprune.model.windows import no_windows
 from headprune.planning.windows import plan_windows
 from headprune.result.convert_swa import convert_swa
 from headprune.result.verify import verify
@@ -56,9 +63,6 @@ def test_half_of_the_heads_by_default(folder):
         assert (original(ids).logits - net(ids).logits).abs().max() > 1e-3
     assert sum(a.window_heads for a in attention_of(net)) == 6
     assert verify(folder / "out", folder / "model").passed
-    settings = json.loads((folder / "out" / "generation_config.json").read_text())
-    assert settings["prefill_chunk_size"] == 1024
-    assert settings["eos_token_id"] == original.config.eos_token_id
 
 
 def test_the_heads_with_the_lowest_scores(folder):
@@ -106,6 +110,55 @@ def test_only_layers_with_a_whole_past(folder):
     plan = converted(folder, keep_full=0.5).plan
     assert [len(part.window) for part in plan.attentions.values()][::2] == [0, 0]
     assert sum(len(part.window) for part in plan.attentions.values()) == 3
+
+
+def test_a_window_as_wide_as_the_positions_hides_nothing(folder):
+    """Phi-3 of 128k tokens has such windows."""
+    wide = {"sliding_window": 4_096, "max_position_embeddings": 512, "eos_token_id": 2}
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 64}
+    config = Phi3Config(
+        vocab_size=tiny.VOCAB, hidden_size=48, num_hidden_layers=4, pad_token_id=0, **sizes, **wide
+    )
+    tiny.save(Phi3ForCausalLM(config).eval(), folder / "model")
+    result = converted(folder, keep_full=0.5).model
+    assert sum(attention.window_heads for attention in attention_of(result)) == 6
+    ids = torch.randint(5, tiny.VOCAB, (1, 60))
+    wanted = result.generate(ids, max_new_tokens=6, use_cache=False)
+    assert result.generate(ids, max_new_tokens=6).equal(wanted)
+    config.sliding_window = 30
+    reasons = no_windows(Phi3ForCausalLM(config)).values()
+    assert {*reasons} == {"it has a window already"}
+
+
+def test_states_beside_keys_are_refused(folder):
+    own = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 64}
+    config = FalconH1Config(
+        vocab_size=tiny.VOCAB, hidden_size=48, num_hidden_layers=2, head_dim=8, **sizes, **own
+    )
+    tiny.save(FalconH1ForCausalLM(config).eval(), folder / "model")
+    with pytest.raises(PlanError, match="a layer of its cache holds a state beside keys"):
+        converted(folder)
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_settings_without_an_end_stay(tagged, folder):
+    """NVIDIA writes Infinity, and transformers a tag."""
+    model = headprune.from_pretrained(folder / "model")
+    model.config.time_step_limit = (0.0, float("inf"))
+    tiny.save(model, folder / "model")
+    file = folder / "model" / "config.json"
+    if not tagged:
+        assert '{\n      "__float__": "Infinity"\n    }' in file.read_text()
+        plain = file.read_text().replace('{\n      "__float__": "Infinity"\n    }', "Infinity")
+        file.write_text(plain)
+    written = converted(folder).model.config
+    assert [*written.time_step_limit] == [0, float("inf")]
+
+
+def test_a_length_is_no_context(folder):
+    with pytest.raises(HeadpruneError, match="context=8192 is no .* is context_tokens"):
+        headprune.convert_swa(folder / "model", folder / "out", context=8192)
 
 
 def test_an_uneven_model_gets_windows(folder):
@@ -266,7 +319,7 @@ def test_generation_settings_stay(folder, content):
     (folder / "model" / "generation_config.json").write_text(json.dumps(content))
     converted(folder)
     written = json.loads((folder / "out" / "generation_config.json").read_text())
-    assert written == {**content, "prefill_chunk_size": 1024}
+    assert written == content
 
 
 def test_a_budget_counts_the_type_on_disk(folder):

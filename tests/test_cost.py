@@ -169,7 +169,7 @@ def test_inspect_says_what_the_cache_measures(tmp_path):
 @pytest.mark.parametrize("case", ["llama-gqa", "gemma3_text-sliding_first", "mistral", "gptj"])
 def test_offers_are_what_a_cut_leaves(case, tmp_path, monkeypatch, capsys):
     """Of heads with a window, the cache of a model that has them."""
-    monkeypatch.setattr("headprune.model.inspection.CONTEXTS", (32, 64, 1_000))
+    monkeypatch.setattr("headprune.model.cost.CONTEXTS", (32, 64, 1_000))
     model = tiny.model(case)
     report = inspect(tiny.save(model, tmp_path / "model"))
     assert [*report.caches[0].bytes] == [32, 64]  # it has no more positions

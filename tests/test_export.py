@@ -80,6 +80,14 @@ def test_wrong_settings_are_refused(settings, message, folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("to", ["onnx", "openvino"])
+def test_a_rope_that_follows_the_length_has_no_graph(to, tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    folder = tiny.save(tiny.model("llama-gqa", rope_parameters=rope), tmp_path / "m")
+    with pytest.raises(HeadpruneError, match="its rope changes with the length of a text"):
+        headprune.export(folder, tmp_path / "out", to=to)
+
+
 def test_a_missing_package_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(packages, "find_spec", lambda name: None)
     with pytest.raises(HeadpruneError, match=r"^--to gguf needs gguf: pip install gguf\.$"):

@@ -19,7 +19,7 @@ from headprune.evaluation import evaluate as evaluation
 from headprune.gates.gates import Gates
 from headprune.model.attention import attention_of
 from headprune.model.gating import fixed, gated
-from headprune.model.recording import AttentionRecorder, _candidates
+from headprune.model.recording import _candidates, recording
 from headprune.surgery.cut import cut_heads, resolve
 from headprune.surgery.sharpness import larger_queries
 from headprune.tensors import least_squares
@@ -351,7 +351,7 @@ def sends_nothing(folder, gates_stay=False):
         with torch.no_grad(), gated(attentions, source), larger_queries(attentions, 1.1):
             before = sum(device.sent.values())
             net(ids)
-            with AttentionRecorder(attend).recording(attentions):
+            with recording(attentions, attend):
                 net(ids)
         assert len(rotations) == len(attentions)
         assert sum(device.sent.values()) == before, device.sent

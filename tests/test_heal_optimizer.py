@@ -16,8 +16,9 @@ from headprune.distillation import heal as heal_module
 from headprune.distillation import optimizer as module
 from headprune.distillation.heal import heal
 from headprune.distillation.optimizer import LOGIT_RATE, MuonAndAdamW, matrices, resolved
-from headprune.distillation.trainer import HealedModel, HealTrainer
+from headprune.distillation.trainer import HealedModel, HealTrainer, merged, trainable
 from headprune.errors import DataError, HeadpruneError
+from headprune.model.attention import attention_of
 from headprune.schemas.records import Healing
 from tests import tiny
 
@@ -249,3 +250,21 @@ def test_what_is_reported_of_a_healing_chose_nothing(
     assert (healed.before, healed.after, healed.taken_after) == (7.0, 7.0, 2)
     choosing, reported = (seen[at]["input_ids"] for at in (1, 2))
     assert not [ids for ids in reported if ids in list(choosing)]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+def test_small_updates_of_lora_survive_bfloat16():
+    config = HealConfig(steps=1, train=HealTrain.LORA)
+    net = tiny.model("llama-gqa", torch.bfloat16)
+    before = net.model.layers[1].self_attn.q_proj.weight.float()
+    adapted = trainable(net, attention_of(net), config)
+    layer = next(
+        m for name, m in adapted.named_modules() if name.endswith("layers.1.self_attn.q_proj")
+    )
+    up, down = layer.lora_B["default"].weight, layer.lora_A["default"].weight
+    up.data.fill_(1e-5)
+    wanted = layer.scaling["default"] * (up @ down).detach()
+    weight = merged(adapted, config).model.layers[1].self_attn.q_proj.weight
+    torch.testing.assert_close(weight - before, wanted, rtol=1e-2, atol=1e-8)
+    rounded = (before + wanted).bfloat16().float() - before
+    assert (rounded == 0).float().mean() > 0.5

@@ -7,13 +7,12 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from headprune.config import DataConfig, EvaluateConfig
-from headprune.data.passages import Passage, lines_of, passage_words, passages
+from headprune.data.passages import Passage, last_words, lines_of, passage_words, passages
 from headprune.data.read import read_examples
 from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation import evaluate as evaluation
 from headprune.evaluation.evaluate import evaluate
 from headprune.evaluation.metrics import Samples
-from headprune.evaluation.probes import last_words
 from headprune.evidence.recall import passage_dependent_words
 from headprune.model.answers import answered
 from headprune.model.batch import most_tokens
@@ -273,7 +272,7 @@ def passage_text(model, words, count):
 
 
 def test_an_evaluation_says_which_words_of_the_passage_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "FEWEST", 5)
+    monkeypatch.setattr(evaluation, "FEWEST_WORDS", 5)
     model, words = tiny.model("llama-gqa"), tokenizer()
     text = passage_text(model, words, 24)
     for name in ("model", "cut"):
@@ -301,7 +300,7 @@ def test_an_evaluation_says_which_words_of_the_passage_are_kept(tmp_path, monkey
 
 @pytest.mark.parametrize(("fewest", "count"), [(50, "at most 12"), (12, r"\d+")])
 def test_too_few_words_of_the_passage_are_said_and_left_out(fewest, count, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "FEWEST", fewest)
+    monkeypatch.setattr(evaluation, "FEWEST_WORDS", fewest)
     model, words = tiny.model("llama-gqa"), tokenizer()
     (tmp_path / "text.txt").write_text("\n".join(passage_text(model, words, 12)))
     model.save_pretrained(tmp_path / "model")

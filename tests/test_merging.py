@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from headprune.errors import DataError, PlanError
 from headprune.surgery.merges import MERGES, NEEDS_CALIBRATION, HeadWeights, MergeContext
 from headprune.surgery.merges.grouping import EXACT, adjacent, lowrank_cost, partitions, similar
+from headprune.surgery.merges.lowrank import conjugate_gradients
 from headprune.surgery.merges.spec import MergeActivations, project
 from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import RotaryPairs, Rotation
-from headprune.tensors.solvers import conjugate_gradients
 
 WITHOUT_TEXT = [name for name in MERGES if name not in NEEDS_CALIBRATION]
 PAIRS = {
@@ -109,7 +109,9 @@ def test_procrustes_undoes_turns_that_queries_can_absorb(pairs):
             k[head] = turn @ k[head]
         else:
             phase = torch.polar(torch.ones(()), torch.tensor(0.7 * head)).to(torch.complex128)
-            plan.scatter(k[head], plan.complex(k[head]) * phase)
+            a, b = plan.first, plan.second
+            turned_pairs = torch.complex(k[head, a], k[head, b]) * phase
+            k[head, a], k[head, b] = turned_pairs.real, turned_pairs.imag
     turned = same.with_affine("k", k).with_affine("v", v)
     merged = MERGES["procrustes"](turned, group, MergeContext(plan))
     for before, after in zip(computed(turned, plan), computed(merged, plan), strict=True):
@@ -183,11 +185,11 @@ def test_a_shared_value_is_exact_with_rank_enough_and_best_without():
     joint = (mixes @ base).flatten(0, 1)
     found = shared_value(h.o, [0, 1, 2], joint @ joint.T)
     wanted = h.o @ (mixes @ base)
-    got = found.outputs @ (found.basis @ joint)
+    got = found.maps @ (found.basis @ joint)
     torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-7)
     joint = h.v.flatten(0, 1)
     found = shared_value(h.o, [0, 1, 2], joint @ joint.T)
-    lost = (h.o @ h.v - found.outputs @ (found.basis @ joint)).square().sum()
+    lost = (h.o @ h.v - found.maps @ (found.basis @ joint)).square().sum()
     assert float(lost) == pytest.approx(found.lost, rel=1e-6)
     worse = (h.o @ h.v - h.o @ h.v.mean(0)).square().sum()
     assert 0 < found.lost < float(worse)
@@ -315,10 +317,10 @@ def test_conjugate_gradients_solve_each_problem_on_its_own():
     matrix[1] *= 1e4  # of another size than its neighbours
     right = torch.randn(3, 5, 1, generator=generator, dtype=torch.float64)
     start = torch.zeros_like(right)
-    got = conjugate_gradients(lambda x: matrix @ x, start, right, 5)
+    got = conjugate_gradients(lambda x: matrix @ x, right, start, 5)
     torch.testing.assert_close(got, torch.linalg.solve(matrix, right))
     assert not torch.allclose(
-        conjugate_gradients(lambda x: matrix @ x, start, right, 2), got, rtol=1e-3
+        conjugate_gradients(lambda x: matrix @ x, right, start, 2), got, rtol=1e-3
     )
 
 

@@ -14,7 +14,6 @@ from headprune.data.needles import needles, window_of
 from headprune.data.read import read_examples
 from headprune.errors import DataError
 from headprune.evaluation.evaluate import evaluate, retrieved
-from headprune.evaluation.probes import SECRETS
 from headprune.model.answers import Prompt, answered
 from headprune.schemas.records import Window
 from tests import tiny
@@ -67,7 +66,7 @@ def examples(tmp_path):
 
 def hidden(examples, lengths, keys=1, trials=2, seed=0, most=None, window=None):
     config = NeedleConfig(needle_lengths=lengths, needle_trials=trials, needle_keys=keys, seed=seed)
-    return needles(examples, words(), SECRETS, config, most, window=window)
+    return needles(examples, words(), config, most, window=window)
 
 
 def found(reach, given, nearby=NEARBY):

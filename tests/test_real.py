@@ -25,11 +25,12 @@ from headprune.model.attention import attention_of
 from headprune.model.loading import from_pretrained, load_tokenizer
 from headprune.model.units import default_unit, head_budget, unit_sizes
 from headprune.planning.choose import CutRequest
-from headprune.planning.from_scores import even_units, plan_from_scores
+from headprune.planning.from_scores import even_units, plan_keeping
 from headprune.result.convert_gqa import convert_gqa
 from headprune.result.prune import prune
 from headprune.result.verify import verify
 from headprune.schemas.manifest import read_manifest
+from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit
 
 pytestmark = pytest.mark.real
@@ -54,7 +55,7 @@ def quarter_plan(model):
     unit = default_unit(attentions)
     sizes = unit_sizes(attentions, unit)
     scores = torch.rand(len(sizes), generator=torch.Generator().manual_seed(0)).tolist()
-    plan = plan_from_scores(attentions, unit, scores, head_budget(0.75, sizes))
+    plan = plan_keeping(attentions, unit, keep_best(scores, sizes, head_budget(0.75, sizes)))
     parts = {
         path: part.model_copy(update={"scale": tuple(0.5 + s for s in scores[: len(part.keep)])})
         for path, part in plan.attentions.items()
@@ -92,10 +93,8 @@ def test_the_best_even_cut_by_its_route(name, dtype, tmp_path):
     unit = default_unit(attentions)
     sizes = unit_sizes(attentions, unit)
     scores = torch.rand(len(sizes), generator=torch.Generator().manual_seed(0)).tolist()
-    kept = set(even_units(attentions, unit, scores, head_budget(0.66, sizes)))
-    chosen = [float(position in kept) for position in range(len(sizes))]
-    budget = sum(sizes[position] for position in kept)
-    plan = plan_from_scores(attentions, unit, chosen, budget)
+    kept = even_units(attentions, unit, scores, head_budget(0.66, sizes))
+    plan = plan_keeping(attentions, unit, kept)
     prune(folder, tmp_path / "out", CutRequest(plan=plan))
     assert verify(tmp_path / "out", against=folder).passed
     native = not list((tmp_path / "out").glob("*.py"))

@@ -105,9 +105,9 @@ def test_other_tokens_choose_the_ridge():
     x, y = (torch.randn(40, n, generator=generator) for n in (20, 3))  # y has nothing to do with x
     start, ridges = torch.zeros(3, 20).double(), [math.inf, 1e0, 1e-6]
     fitted, judged = Moments.of(x[:30], y[:30]), Moments.of(x[30:], y[30:])
-    ridge, error = best_ridge(fitted, judged, start, ridges)
-    assert (ridge, error) == (math.inf, pytest.approx(float(y[30:].square().sum())))
-    assert best_ridge(fitted, fitted, start, ridges)[0] == 1e-6  # judged by what it has seen
+    assert best_ridge(fitted, judged, start, ridges) == math.inf
+    assert judged.error(start) == pytest.approx(float(y[30:].square().sum()))
+    assert best_ridge(fitted, fitted, start, ridges) == 1e-6  # judged by what it has seen
     assert held_out(17).nonzero().flatten().tolist() == [7, 15]
     assert held_out(3).tolist() == [False, False, True]
 
@@ -301,7 +301,7 @@ def test_what_a_refit_is_worth_is_told_by_sequences_that_did_not_take_it(helps, 
         batch, refitted = divmod(next(calls), 2)
         return 0.5 if not refitted else 0.1 if helps == (batch < 2) else 0.9
 
-    monkeypatch.setattr("headprune.result.refitting.distance", distance)
+    monkeypatch.setattr("headprune.result.refitting._distance", distance)
     generator = torch.Generator().manual_seed(0)
     taken, left = (torch.randint(5, 60, (16, 24), generator=generator) for _ in range(2))
     model = tiny.model("llama-gqa")

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -195,7 +196,8 @@ def test_an_evaluation_and_a_proof(sharded, tmp_path):
     assert not headprune.verify(out, against=sharded, placement="layers").passed
 
 
-def test_what_is_written_stays_and_what_was_there_comes_back(sharded):
+def test_what_is_written_stays_and_what_was_there_comes_back(sharded, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with placing(Placement.LAYERS):
         net = open_model(sharded).net
     residency = residency_of(net)
@@ -207,6 +209,7 @@ def test_what_is_written_stays_and_what_was_there_comes_back(sharded):
     assert torch.equal(read_output(attention)[0], heads + 2)
     assert list(residency.written()) == ["model.layers.1.self_attn.o_proj.weight"]
     file = next(iter(residency.written().values())).file
+    assert file.exists() and not [*tmp_path.iterdir()]  # without a name, a kill leaves nothing
     assert all(weight.is_meta for weight in attention.module.parameters())
     residency._reader.shutdown()  # it may be reading ahead
     del residency, net, attention

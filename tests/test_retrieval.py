@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from headprune.config import DataConfig, RolesConfig
+from headprune.data.needles import KEYS
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.evaluation.probes import SECRETS
 from headprune.model.answers import Answers
 from headprune.model.attention import attention_of
 from headprune.role import ROLES, inputs
@@ -34,7 +34,7 @@ def finder():
 
 def given(model, folder, config=CONFIG):
     text, draw = folder / "text.txt", random.Random(0)
-    text.write_text(" ".join(draw.choices([*SECRETS.keys, "w"], k=2000)))
+    text.write_text(" ".join(draw.choices([*KEYS, "w"], k=2000)))
     return needles_input(model, words(), DataConfig(source=str(text)), config)
 
 

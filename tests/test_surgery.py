@@ -11,11 +11,12 @@ from headprune.errors import FamilyError, PlanError, ProofError
 from headprune.model import probes
 from headprune.model.attention import attention_of, fingerprint
 from headprune.model.units import default_unit, unit_sizes
-from headprune.planning.from_scores import plan_from_scores
+from headprune.planning.from_scores import plan_keeping
 from headprune.proof import equivalence
 from headprune.result import write as writing
 from headprune.schemas.plan import AttentionPlan, Plan, Shape, read_plan
 from headprune.surgery.cut import cut_heads, resolve, result_shape, uncut
+from headprune.tensors.selection import keep_best
 from headprune.tensors.units import Unit
 from tests import tiny
 from tests.cutting import expecting, prove, uneven_plan
@@ -118,7 +119,7 @@ def test_budgets_none_one_all_but_one_and_all(case, which, tmp_path):
     unit = default_unit(attentions)
     sizes = unit_sizes(attentions, unit)
     budget = budgets(len(sizes))[which] * sizes[0]
-    plan = plan_from_scores(attentions, unit, [0.0] * len(sizes), budget)  # all tied
+    plan = plan_keeping(attentions, unit, keep_best([0.0] * len(sizes), sizes, budget))  # all tied
     assert plan.kept_heads == budget
     assert prove(model, resolve(plan, model), tmp_path).passed
     assert sum(a.query_heads for a in attention_of(model)) == budget
@@ -146,7 +147,7 @@ def test_query_slots_keep_groups_equal_and_kv_heads_whole(tmp_path):
     attentions = attention_of(model)
     sizes = unit_sizes(attentions, Unit.QUERY_SLOT)
     scores = [float(i % 3) for i in range(len(sizes))]
-    plan = plan_from_scores(attentions, Unit.QUERY_SLOT, scores, 5 * 3)
+    plan = plan_keeping(attentions, Unit.QUERY_SLOT, keep_best(scores, sizes, 5 * 3))
     assert prove(model, resolve(plan, model), tmp_path).passed
     assert {a.kv_heads for a in attention_of(model)} <= {0, 3}
 

@@ -34,6 +34,7 @@ PLANS = {
 }
 UNTIED = {"attention_bias": False, "tie_word_embeddings": False}
 TIED = {"attention_bias": False, "tie_word_embeddings": True}
+WHOLE = {"layer_types": ["full_attention"] * tiny.LAYERS}
 
 
 def saved(folder, case="llama-gqa", worthless=()):
@@ -106,7 +107,7 @@ def test_budgets_are_kept_to_evenly(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "config"), [("llama-gqa", {}), ("qwen3", UNTIED), ("qwen3", TIED), ("gemma2", {})]
+    ("case", "config"), [("llama-gqa", {}), ("qwen3", UNTIED), ("qwen3", TIED), ("gemma2", WHOLE)]
 )
 def test_formats_refuse_the_shapes_that_plans_refuse(case, config, tmp_path):
     for shape, plan in PLANS.items():

@@ -99,10 +99,11 @@ def fed(model, ids, mask, sizes):
     return torch.cat(logits, 1), cache
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize(("implementation", "piece"), [("sdpa", 1_024), ("sdpa", 5), ("eager", 5)])
 @pytest.mark.parametrize("sizes", [[37], [12] + [1] * 25, [5] * 7 + [2], [1] * 37, [20, 3, 14]])
 @torch.no_grad()
-def test_pieces_through_the_cache(pair, texts, sizes, implementation):
+def test_pieces_through_the_cache(pair, texts, sizes, implementation, piece, monkeypatch):
+    monkeypatch.setattr(modeling_headprune, "PIECE", piece)
     (stock, plan, ours), (ids, mask) = pair, texts
     for model in (stock, ours):
         model.set_attn_implementation(implementation)
@@ -125,6 +126,7 @@ GENERATED = {
     "sampling": ({"do_sample": True, "top_k": 0}, {}),
     "beams": ({"num_beams": 4, "num_return_sequences": 2}, {}),
     "chunked prefill": ({}, {"prefill_chunk_size": 10}),
+    "no cache": ({}, {"use_cache": False}),
     "own cache": ({}, {"past_key_values": DynamicCache}),
 }
 
@@ -144,6 +146,13 @@ def test_generation(pair, texts, how):
         wanted = written(stock, use_cache=False)
     assert written(ours, **own).equal(wanted)
     assert not written(stock).equal(wanted)
+
+
+def test_generation_from_embeddings(pair, texts):
+    (_, _, ours), (ids, mask) = pair, texts
+    embedded = {"inputs_embeds": ours.get_input_embeddings()(ids), "attention_mask": mask}
+    wanted = ours.generate(ids, attention_mask=mask, max_new_tokens=9)[:, ids.shape[1] :]
+    assert ours.generate(**embedded, max_new_tokens=9).equal(wanted)
 
 
 def test_drafts(pair, texts):

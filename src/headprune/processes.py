@@ -131,13 +131,6 @@ def gathered(value: Result) -> list[Result]:
     return cast(list[Result], values)
 
 
-def on_cpu() -> bool:
-    """Return whether several processes train on CPUs; accelerate needs to know."""
-    if count() == 1:
-        return False
-    return devices.chosen().type == "cpu"
-
-
 def join() -> None:
     """Make the process group, where several processes have none yet."""
     if count() > 1:
@@ -156,7 +149,8 @@ def _state() -> PartialState:
     from accelerate import PartialState
 
     refuse_without_launcher()
-    state = PartialState(cpu=on_cpu(), timeout=timedelta(seconds=PATIENCE_S))
+    on_cpu = devices.chosen().type == "cpu"
+    state = PartialState(cpu=on_cpu, timeout=timedelta(seconds=PATIENCE_S))
     if state.num_processes != count():  # each would train on its own
         raise HeadpruneError(
             f"{count()} processes were started, but accelerate sees {state.num_processes} of them "

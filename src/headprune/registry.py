@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
@@ -25,7 +24,6 @@ class Registry(Mapping[str, T], Generic[T]):
         kind: Kind of entry, for messages: "family", "criterion".
         error: The error to raise for an unknown name.
         listed_by: The command that lists the entries, where there are too many for a message.
-        package: The package that adds the entries; imported on first use.
     """
 
     def __init__(
@@ -33,10 +31,8 @@ class Registry(Mapping[str, T], Generic[T]):
         kind: str,
         error: type[HeadpruneError] = HeadpruneError,
         listed_by: str | None = None,
-        package: str | None = None,
     ) -> None:
         self.kind = kind
-        self._package = package
         self._listed_by = listed_by
         self._error = error
         self._entries: dict[str, T] = {}
@@ -70,16 +66,10 @@ class Registry(Mapping[str, T], Generic[T]):
         )
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._all()  # files hold other types
+        return isinstance(name, str) and name in self._entries  # files hold other types
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._all())
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._all())
-
-    def _all(self) -> dict[str, T]:
-        if self._package is not None:
-            package, self._package = self._package, None
-            importlib.import_module(package)
-        return self._entries
+        return len(self._entries)

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
@@ -165,7 +166,7 @@ def bar() -> Iterator[Context]:
 
         def drawn(what: str) -> None:
             far.stage(what)
-            progress.reset(task, total=None, description=_escaped(what))
+            progress.reset(task, total=None, description=escape(what))
 
         def step(done: int, total: int, numbers: str = "") -> None:
             far.step(done, total, numbers)
@@ -183,7 +184,7 @@ def context() -> Iterator[Context]:
 
         def line(text: str, good: bool | None = None) -> None:
             mark = {None: "", True: "[green]✓[/] ", False: "[bold red]✗[/] "}[good]
-            err.print(f"{mark}{_escaped(text)}", soft_wrap=True)
+            err.print(f"{mark}{escape(text)}", soft_wrap=True)
 
         yield replace(shown, line=line)
 
@@ -191,7 +192,7 @@ def context() -> Iterator[Context]:
 def warn(sentences: Iterable[str]) -> None:
     """Warn on stderr, so that --json stays JSON."""
     for each in sentences:
-        err.print(f"[yellow]warning:[/] {_escaped(sentence(each, 800))}", soft_wrap=True)
+        err.print(f"[yellow]warning:[/] {escape(sentence(each, 800))}", soft_wrap=True)
 
 
 def show_json(text: str) -> None:
@@ -218,7 +219,7 @@ def run(command: Callable[[], None]) -> None:
         sys.exit(0)
     except HeadpruneError as error:
         where = "" if processes.is_main() else f" (process {processes.rank()})"
-        _last(f"[bold red]error:[/]{where} {_escaped(sentence(str(error)))}")
+        _last(f"[bold red]error:[/]{where} {escape(sentence(str(error)))}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         _last("[bold]stopped[/] by Ctrl-C; nothing half-written was left.")
@@ -230,7 +231,7 @@ def run(command: Callable[[], None]) -> None:
         if of_full_disk(error):
             _last(
                 "[bold red]error:[/] a disk is full: the output's if it goes to a file, or "
-                f"the one of temporary files ({_escaped(str(error))})."
+                f"the one of temporary files ({escape(str(error))})."
             )
             sys.exit(2)
         sys.excepthook = _unexpected  # without markup in quoted text; typer has its own there
@@ -321,9 +322,3 @@ def _unexpected(
     """Print where a bug of headprune, or of a library, is."""
     lines = "".join(traceback.format_exception(error))
     err.print(lines.rstrip(), markup=False, soft_wrap=True)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

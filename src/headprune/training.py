@@ -21,6 +21,7 @@ from typing import Any, get_type_hints
 
 import torch
 from accelerate.utils import patch_environment
+from datasets import Dataset
 from pydantic import BaseModel, ConfigDict, create_model
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -40,8 +41,9 @@ from headprune.config.stages import Reporter
 from headprune.errors import HeadpruneError, Interrupted, TrainingError
 from headprune.io.streaming import bytes_of, header
 from headprune.io.writing import write_whole
+from headprune.model.batch import Batch
 from headprune.model.losses import LossModule
-from headprune.model.placement import is_sharded
+from headprune.model.placement import is_sharded, on_device, reshard
 from headprune.model.reading import damage_is
 from headprune.packages import refuse_missing
 from headprune.resuming import HISTORY, STATE, Run, unwritable
@@ -131,6 +133,24 @@ class ResumableTrainer(Trainer):  # type: ignore[misc]  # transformers has no ty
     def held_out(self) -> float | None:
         """Return the loss on held-out rows; None where a training has none."""
         return None
+
+    @torch.no_grad()
+    def row_losses(self, rows: Dataset) -> list[float]:
+        """Return the loss of every row, as at test time."""
+        self.model.eval()
+        batches = (on_device(self.model, self.data_collator([row])) for row in rows)
+        losses = [float(self.model(batch)) for batch in batches]
+        reshard(self.model)
+        self.model.train()
+        return losses
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, **kwargs: Any
+    ) -> Tensor:
+        """Return the loss of a batch."""
+        loss: Tensor = model(inputs)
+        self.step_loss = loss.detach()
+        return loss
 
     def resume(self, checkpoint: Path) -> None:
         """Train the steps after a checkpoint."""

@@ -134,30 +134,8 @@ def check(
 
     Exit codes: 0 passed, 1 a limit is broken, 2 it could not run or a limit cannot be decided.
     """
-    config = build(
-        CheckConfig,
-        model=model,
-        data=data,
-        text_column=text_column,
-        label_column=label_column,
-        limits=limits,
-        baseline=baseline,
-        against=against,
-        tasks=tasks,
-        max_windows=max_windows,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        confidence=confidence,
-        resamples=resamples,
-        needle_lengths=needle_lengths,
-        needle_trials=needle_trials,
-        needle_keys=needle_keys,
-        max_new_tokens=max_new_tokens,
-        dtype=dtype,
-        seed=seed,
-        split=split,
-        drop_unexpected=drop_unexpected or context.allowed.drop_unexpected,
-    )
+    drop_unexpected = drop_unexpected or context.allowed.drop_unexpected
+    config = build(CheckConfig, locals())
     output, junit = (None if each is None else Path(each) for each in (output, junit))
     remote = context.allowed.trust_remote_code
     with _never_one(context):

@@ -212,6 +212,11 @@ def command(
                 values = registered.arguments(given)
                 _refuse_absent(registered, values)
                 context = values["context"]
+                if not isinstance(context, Context):
+                    raise HeadpruneError(
+                        f"context={context!r} is no headprune.context.Context, which shows "
+                        "progress. A length in tokens is context_tokens."
+                    )
                 remote = bool(values.get("trust_remote_code")) or context.allowed.trust_remote_code
                 context = replace(
                     context,

@@ -83,10 +83,9 @@ def score(
 ) -> Scores:
     """Score every head by one or more criteria, or for a window, without training."""
     from headprune.evidence.score import score
-    from headprune.proof.twins import refuse_unproven
 
     given = {name: value for name, value in locals().items() if value is not None}
     windows = form == "window"
     config = build(WindowConfig, given) if windows else build(ScoreConfig, given)
     source = o.data_at(data, text_column, label_column)
-    return score(model, Path(output), config, source, overwrite, context, refuse=refuse_unproven)
+    return score(model, Path(output), config, source, overwrite, context)

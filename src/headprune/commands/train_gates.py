@@ -99,11 +99,8 @@ def train_gates(
 ) -> GatesRun:
     """Train gates that decide which heads stay, an exact number of them."""
     from headprune.gates.train_gates import train_gates
-    from headprune.proof.twins import refuse_unproven
 
     config = build(TrainGatesConfig, locals())
     source = data_config(data, text_column, label_column, loss=Loss(loss))
     resuming = Resuming(overwrite=overwrite, resume=resume)
-    return train_gates(
-        model, source, Path(output), config, resuming, context, refuse=refuse_unproven
-    )
+    return train_gates(model, source, Path(output), config, resuming, context)

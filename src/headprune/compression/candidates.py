@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ from headprune.planning.choose import CutRequest, choose
 from headprune.result.convert_gqa import merged_of
 from headprune.result.convert_swa import propose_windows
 from headprune.result.prune import propose_removal
-from headprune.result.write import Proposal
+from headprune.result.write import Changes, Proposal
 from headprune.schemas.scores import Scores
 from headprune.tensors.units import Unit
 
@@ -101,16 +101,6 @@ def _filled(make: Callable[[bool], Made]) -> Made:
         return make(True)
 
 
-class Maker(Protocol):
-    """A way to make a candidate."""
-
-    def applies(self, goal: SizeGoal) -> bool:
-        """Return whether it can meet a goal."""
-
-    def make(self, job: Job, context: Context) -> Proposal:
-        """Return the edit."""
-
-
 @dataclass(frozen=True)
 class RemoveHeads:
     """Heads are removed.
@@ -163,7 +153,7 @@ class ShareKvHeads:
                 job.model, config, job.text, layout, context, empty, job.curvature
             )
         )
-        return Proposal(merged.edit, merged.changes)
+        return Proposal(merged.edit, Changes(merged.record))
 
 
 @dataclass(frozen=True)
@@ -196,7 +186,7 @@ class Candidate:
     """
 
     name: str
-    way: Maker
+    way: RemoveHeads | ShareKvHeads | GiveWindows
     fallback: bool = False
     ends_search_below: float | None = None
 

@@ -36,9 +36,12 @@ def holds_chats(table: Dataset, column: str) -> bool:
     """Return whether a column holds lists of messages, or their JSON."""
     feature = table.features[column]
     if getattr(feature, "dtype", None) in ("string", "large_string"):
-        cell = next(iter(table.select_columns([column]).with_format(None)), {}).get(column)
-        with suppress(TypeError, ValueError):
-            return _are_messages(json.loads(cell)) if str(cell).startswith("[{") else False
+        cells = (row[column] for row in table.select_columns([column]).with_format(None))
+        with suppress(ValueError):
+            return (cell := str(next(cells, ""))).startswith("[{") and _are_messages(
+                json.loads(cell)
+            )
+        return False
     message = getattr(feature, "feature", feature)
     if isinstance(message, dict):
         return message is not feature and bool(_SAID & message.keys())

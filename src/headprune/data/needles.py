@@ -30,19 +30,8 @@ from headprune.schemas.records import Window
 
 _LEAST_TEXT = 16  # tokens around needles
 _LEAST, _FIVE_DIGITS = 10_000, 90_000  # the lowest number, and how many there are
-
-
-@dataclass(frozen=True)
-class Template:
-    """Sentences that end with a number.
-
-    Attributes:
-        fact: The sentence before its number, with ``{key}`` in it.
-        keys: Words to tell facts apart, eight or more.
-    """
-
-    fact: str
-    keys: tuple[str, ...]
+_FACT = "\nThe secret number of the {key} is"  # before its number
+KEYS = ("bridge", "castle", "engine", "forest", "garden", "island", "kitchen", "river", "village")
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,6 @@ def window_of(*models: PreTrainedModel) -> Window | None:
 def needles(
     examples: Examples,
     tokenizer: Any,
-    template: Template,
     config: NeedleConfig,
     most: int | None,
     vocabulary: int | None = None,
@@ -94,7 +82,6 @@ def needles(
     Args:
         examples: The text around the facts.
         tokenizer: The model's tokenizer.
-        template: The sentences.
         config: Lengths, needles per length and depth, facts per context, and the seed.
         most: Tokens that model and tokenizer take; None for any number.
         vocabulary: Tokens that the model has embeddings for; None if unknown.
@@ -123,9 +110,9 @@ def needles(
     draw, made = np.random.default_rng(config.seed), list[Needle]()
     first = max(len(around(tokenizer).before), window.sinks if window else 0)
     for length, depth, trial in product(lengths, NEEDLE_DEPTHS, range(config.needle_trials)):
-        keys = draw.choice(template.keys, config.needle_keys, replace=False)
+        keys = draw.choice(KEYS, config.needle_keys, replace=False)
         numbers = _LEAST + draw.choice(_FIVE_DIGITS, config.needle_keys, replace=False)
-        facts = [(template.fact.format(key=k), str(n)) for k, n in zip(keys, numbers, strict=True)]
+        facts = [(_FACT.format(key=k), str(n)) for k, n in zip(keys, numbers, strict=True)]
         text = texts[trial % len(texts)]["input_ids"][:length]
         made.append(_hidden(tokenizer, text, first, depth, facts))
     size = window.size if window else 0

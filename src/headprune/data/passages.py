@@ -188,3 +188,10 @@ def _without_end(words: Sequence[str], first: int) -> Passage | None:
 def _stands_in(text: str, word: str) -> bool:
     text, word = text.lower(), word.lower()
     return word in text and word in re.findall(r"[^\W\d_]+", text)  # most end at the first
+
+
+def last_words(given: Iterable[Passage], tokenizer: Any, most: int | None) -> tuple[Prompt, ...]:
+    """Return passages as prompts, without those of more than ``most`` tokens."""
+    before = around(tokenizer).before
+    words = (prompt_of(tokenizer, one.context, one.word, before) for one in given)
+    return tuple(word for word in words if word.start and (most is None or len(word.ids) <= most))

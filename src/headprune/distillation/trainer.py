@@ -17,7 +17,7 @@ from headprune.errors import HeadpruneError
 from headprune.model.batch import Batch, inputs_of, without_labels
 from headprune.model.embedding import head_of
 from headprune.model.losses import LossModule, blended
-from headprune.model.placement import on_device, reshard
+from headprune.model.placement import reshard
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
 from headprune.training import ResumableTrainer
 
@@ -86,25 +86,10 @@ class HealTrainer(ResumableTrainer):
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         return optimizer
 
-    @torch.no_grad()
     def held_out(self, rows: Dataset | None = None) -> float:
         """Return the mean loss, of the sequences to choose by where none are given."""
-        self.model.eval()
-        losses = [
-            float(self.model(on_device(self.model, self.data_collator([row]))))
-            for row in rows or self.rows
-        ]
-        reshard(self.model)
-        self.model.train()
+        losses = self.row_losses(rows or self.rows)
         return processes.mean([fmean(losses)])[0]  # all processes must choose the same
-
-    def compute_loss(
-        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, **kwargs: Any
-    ) -> Tensor:
-        """Return the loss of a batch."""
-        loss: Tensor = model(inputs)
-        self.step_loss = loss.detach()
-        return loss
 
 
 def trainable(net: PreTrainedModel, attentions: list[Attention], config: HealConfig) -> nn.Module:
@@ -161,6 +146,8 @@ def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
         from peft import PeftModel
 
         assert isinstance(trained, PeftModel)
+        for weight in trained.parameters():  # bfloat16 would round small updates away
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
         trained = trained.merge_and_unload()
     assert isinstance(trained, PreTrainedModel)
     return trained

@@ -23,6 +23,10 @@ from headprune.errors import DataError, HeadpruneWarning
 from headprune.evaluation.comparison import Numbers
 from headprune.evaluation.loaded import Loaded, LoadedDomain, load
 from headprune.evaluation.metrics import (
+    FEWEST_WORDS,
+    LAST_WORDS,
+    NEEDLES,
+    PASSAGE_WORDS,
     Floats,
     Samples,
     interval_of,
@@ -31,12 +35,6 @@ from headprune.evaluation.metrics import (
     similarity_correlation,
     spec_of,
     within,
-)
-from headprune.evaluation.probes import (
-    FEWEST,
-    LAST_WORDS,
-    NEEDLES,
-    PASSAGE_WORDS,
 )
 from headprune.evaluation.quality import LOSSES, Pass
 from headprune.evaluation.report import (
@@ -126,7 +124,7 @@ def run(
 ) -> EvaluationRun:
     """Run the models: the second half of ``evaluate``, with the samples."""
     count = len(loaded.nets)
-    parts = count + any(len(domain.passage_words) >= FEWEST for domain in loaded.domains)
+    parts = count + any(len(domain.passage_words) >= FEWEST_WORDS for domain in loaded.domains)
 
     def step(index: int) -> Progress:
         return lambda done, total: progress(index * total + done, parts * total)
@@ -260,15 +258,15 @@ def _add_passage_words(
             continue
         step = continued(progress, done, total)
         words: list[Prompt] = []
-        if enough := len(domain.passage_words) >= FEWEST:
+        if enough := len(domain.passage_words) >= FEWEST_WORDS:
             with alone_on_device(base):
                 words = passage_dependent_words(base, domain.passage_words, batch_size, step)
         done += len(domain.passage_words)
-        if len(words) < FEWEST:
+        if len(words) < FEWEST_WORDS:
             count = len(words) if enough else f"at most {len(domain.passage_words)}"
             warnings.warn(
                 f"The passage alone tells the original {count} words of '{domain.data.source}'; "
-                f"passage_words needs {FEWEST}, and is left out.",
+                f"passage_words needs {FEWEST_WORDS}, and is left out.",
                 HeadpruneWarning,
                 stacklevel=2,
             )

@@ -21,13 +21,17 @@ from headprune.data.audio import Recordings, read_recordings, recording_rows
 from headprune.data.batches import label_reader
 from headprune.data.images import Images, image_rows, read_images
 from headprune.data.needles import Needle, needles, window_of
-from headprune.data.passages import PassageWord, lines_of, passage_words, passages
+from headprune.data.passages import (
+    PassageWord,
+    last_words,
+    lines_of,
+    passage_words,
+    passages,
+)
 from headprune.data.read import Examples, read_examples
 from headprune.data.tokens import BYTES, around
-from headprune.evaluation import probes
 from headprune.evaluation.comparison import Numbers
-from headprune.evaluation.metrics import METRICS, Samples, spec_of, within
-from headprune.evaluation.probes import NEEDLES
+from headprune.evaluation.metrics import METRICS, NEEDLES, Samples, spec_of, within
 from headprune.evaluation.refusals import refuse_exported, refuse_other_tokenizer, refuse_unfit
 from headprune.evaluation.task_table import TASKS, RowSettings, Truth
 from headprune.evaluation.tasks import refuse_tasks
@@ -272,10 +276,10 @@ def _domain(
         most = min((limit for limit in limits if limit is not None), default=None)
         if config.needle and not name:
             limits_of = (most, vocabulary_of(nets[0]), window_of(*nets))
-            hidden = needles(examples, tokenizer, probes.SECRETS, config, *limits_of)
+            hidden = needles(examples, tokenizer, config, *limits_of)
         if config.last_words:
             given = passages(lines_of(examples), config.last_words)
-            words = probes.last_words(given, tokenizer, most)
+            words = last_words(given, tokenizer, most)
         if config.passage_words and len(nets) == 2:
             of_passage = passage_words(examples, config.passage_words, tokenizer, most)
     references = tuple(references_of(examples.spread(config.max_windows)) if config.metrics else ())

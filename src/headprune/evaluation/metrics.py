@@ -32,6 +32,12 @@ from headprune.evaluation.comparison import (
 )
 from headprune.registry import Registry
 
+# columns of answers
+LAST_WORDS = ("last_word_hits",)  # in the spirit of LAMBADA (Paperno et al. 2016, 1606.06031)
+PASSAGE_WORDS = ("passage_word_hits",)  # last words that only the passage tells
+NEEDLES = ("needle_hits", "needle_answer_nats")
+FEWEST_WORDS = 50  # passage words that a share of them rests on
+
 Floats = NDArray[np.float64]
 Columns = Mapping[str, Floats]
 F = TypeVar("F", bound=Callable[..., Any])

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, computed_field, model_validator
+from pydantic import computed_field, model_validator
 
 from headprune.config import NonNegativeInt
 from headprune.errors import DataError, HeadpruneWarning
@@ -19,14 +19,10 @@ from headprune.evaluation.speed import Speed
 from headprune.io.folders import digest_of
 from headprune.io.writing import write_whole
 from headprune.model.cost import ModelCost
-from headprune.schemas.values import Digest
+from headprune.schemas.values import Digest, Record
 
 
-class _Piece(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Metric(_Piece):
+class Metric(Record):
     """One measured number, never rounded.
 
     Attributes:
@@ -80,7 +76,7 @@ def finite(scores: Iterable[Metric]) -> list[Metric]:
     return kept
 
 
-class Provenance(_Piece):
+class Provenance(Record):
     """Settings and data that repeat a measurement.
 
     Attributes:
@@ -102,7 +98,7 @@ class Provenance(_Piece):
     settings: dict[str, Any]
 
 
-class Identified(_Piece):
+class Identified(Record):
     """A report with an id.
 
     Attributes:
@@ -133,7 +129,7 @@ class Identified(_Piece):
         return digest_of(content)
 
 
-class Retrieval(_Piece):
+class Retrieval(Record):
     """Needles retrieved from contexts of one length, at one depth.
 
     Attributes:
@@ -151,7 +147,7 @@ class Retrieval(_Piece):
     n: NonNegativeInt
 
 
-class ModelReport(_Piece):
+class ModelReport(Record):
     """The numbers of one model.
 
     Attributes:
@@ -182,7 +178,7 @@ class ModelReport(_Piece):
     needle: tuple[Retrieval, ...] | None = None
 
 
-class Difference(_Piece):
+class Difference(Record):
     """Difference of the model from the base on the same windows.
 
     Attributes:

@@ -32,8 +32,7 @@ from headprune.data.tokens import refuse_beyond
 from headprune.errors import DataError
 from headprune.evaluation import quality
 from headprune.evaluation.comparison import Numbers
-from headprune.evaluation.metrics import Floats
-from headprune.evaluation.probes import LAST_WORDS, NEEDLES, PASSAGE_WORDS
+from headprune.evaluation.metrics import LAST_WORDS, NEEDLES, PASSAGE_WORDS, Floats
 from headprune.evaluation.quality import LOSSES, Pass, TokenLosses, position_ranges
 from headprune.evaluation.tagged import ENTITIES, TAGS, names_entities, tag_columns
 from headprune.model.batch import Task, most_tokens

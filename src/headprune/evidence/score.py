@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from headprune.model.loading import CLASSIFIERS, task_of
 from headprune.model.open import Model, open_model
 from headprune.model.refusals import refuse_without_text
 from headprune.model.units import default_unit, leaves_ragged
+from headprune.proof.twins import refuse_unproven
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.manifest import utc_now, versions
 from headprune.schemas.scores import Scores, ScoresMetadata, write_scores
@@ -45,7 +46,6 @@ def score(
     data: DataConfig | None = None,
     overwrite: bool = False,
     context: Context = Context(),
-    refuse: Callable[[Model, Context], object] = lambda model, context: None,
 ) -> Scores:
     """Scores the heads of a model and writes the scores to ``output``.
 
@@ -57,7 +57,6 @@ def score(
         data: Where the examples come from; some criteria need none, and windows have a text.
         overwrite: Replace an existing output.
         context: Progress and permissions.
-        refuse: Called with the opened model, before the long work.
 
     Raises:
         HeadpruneError: If model, data and criteria do not fit together.
@@ -67,7 +66,7 @@ def score(
     context.stage("loading the model")
     reads = data is not None or isinstance(config, WindowConfig)
     opened = open_model(model, config.dtype, context.allowed, calibrates=reads)
-    refuse(opened, context)
+    refuse_unproven(opened, context)
     if isinstance(config, WindowConfig):
         result = window_scores(opened, config, data, context)
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 
 from headprune.config import ExportConfig, ExportDtype
 from headprune.context import CommandProvenance
@@ -15,10 +15,10 @@ from headprune.formats.checkpoint import OnStep
 from headprune.formats.source import ExportSource
 from headprune.io.ownership import EXPORTED
 from headprune.io.parsing import read_as
-from headprune.schemas.values import Digest
+from headprune.schemas.values import Digest, Record
 
 
-class ExportProof(BaseModel):
+class ExportProof(Record):
     """The comparison of an exported model with its source.
 
     Attributes:
@@ -31,15 +31,13 @@ class ExportProof(BaseModel):
         details: Further numbers, by name.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     how: Literal["engine", "read back"]
     engine: str
     why_not: str = ""
     compared: str
     difference: float
     tolerance: float
-    details: dict[str, float] = {}
+    details: dict[str, float] = Field({})
 
     @property
     def passed(self) -> bool:
@@ -55,7 +53,7 @@ class ExportProof(BaseModel):
         return f"{how}: {self.compared} {gap}{rest}"
 
 
-class ExportRecord(BaseModel):
+class ExportRecord(Record):
     """The record beside an exported model.
 
     Attributes:
@@ -69,8 +67,6 @@ class ExportRecord(BaseModel):
         proof: How it was compared with the source.
         files: SHA-256 of every other file.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     created: str

@@ -21,7 +21,6 @@ from headprune.model.loading import (
     from_pretrained,
     load_config,
     native_of,
-    task_of,
     uneven_heads_are_known,
 )
 from headprune.model.refusals import refuse_quantised
@@ -57,11 +56,6 @@ class ExportSource:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of its tensors, by name."""
         return {name: tuple(tensor.shape) for name, tensor in self.net.state_dict().items()}
-
-    @property
-    def task(self) -> str:
-        """The task of its head: "causal-lm", "classification" and so on."""
-        return task_of(self.net)
 
     def load(self, **kwargs: Any) -> PreTrainedModel:
         """The model with its weights, as the runtime computes it; in float32 if not said."""

@@ -14,20 +14,19 @@ model that will be written (``surgery.refit``), and not for one that nothing mak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from headprune.evidence.statistics import Statistics
 from headprune.evidence.windows import windowed_outputs
-from headprune.model.gating import GateSource
+from headprune.model.gating import GateSource, entering_outputs
 from headprune.model.windows import AttentionCall, attending
 from headprune.runtime.modeling_headprune import Attention
 
@@ -72,12 +71,11 @@ class Correlation:
         return F.linear(x - self.mean.to(x), matrix.to(x)) + self.mean.to(x)
 
 
-@contextmanager
 def predicted(
     attentions: Sequence[Attention],
     source: GateSource,
     correlations: Sequence[Correlation | None],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Gate heads in a ``with`` block, and have open heads make up for closed ones.
 
     Args:
@@ -86,25 +84,16 @@ def predicted(
         correlations: Moments of every module; None for one that never runs.
     """
 
-    def hook(
-        position: int, others: Correlation, module: nn.Module, args: tuple[Any, ...]
-    ) -> tuple[Any, ...] | None:
-        gate = source(position)
-        return None if gate is None else (others.predict(gate[0], args[0]), *args[1:])
+    def predict(position: int, x: Tensor) -> Tensor | None:
+        gate, others = source(position), correlations[position]
+        return None if gate is None or others is None else others.predict(gate[0], x)
 
-    with ExitStack() as stack:
-        for position, (attention, others) in enumerate(zip(attentions, correlations, strict=True)):
-            if others is not None:
-                act = partial(hook, position, others)
-                handle = attention.output_projection.register_forward_pre_hook(act)
-                stack.callback(handle.remove)
-        yield
+    return entering_outputs(attentions, predict)
 
 
-@contextmanager
 def narrowed(
     attentions: Sequence[Attention], source: GateSource, window: tuple[int, int]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Leave heads with a closed gate a window in a ``with`` block.
 
     Args:
@@ -125,5 +114,4 @@ def narrowed(
         near = windowed_outputs(call, window)
         return torch.cat([whole, torch.lerp(near, rest, gate[:, None, :, None].to(rest))], 1)
 
-    with attending(attentions, attend):
-        yield
+    return attending(attentions, attend)

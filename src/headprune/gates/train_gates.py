@@ -71,6 +71,7 @@ from headprune.model.units import (
 )
 from headprune.placements import in_shards
 from headprune.planning.windows import full_units
+from headprune.proof.twins import refuse_unproven
 from headprune.resuming import CONFIG, Run, claimed_run
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.gates import GatesMetadata, Judgement, write_gates
@@ -133,7 +134,6 @@ def train_gates(
     config: TrainGatesConfig,
     rerun: Resuming = Resuming(),
     context: Context = Context(),
-    refuse: Callable[[Model, Context], object] = lambda model, context: None,
 ) -> GatesRun:
     """Train gates for a model and write them to ``output``.
 
@@ -147,7 +147,6 @@ def train_gates(
         config: Settings of the training.
         rerun: Whether an output is replaced, or a run resumed.
         context: Progress and permissions.
-        refuse: Called with the opened model, before the long work.
 
     Raises:
         HeadpruneError: If model, data and settings do not fit together.
@@ -169,7 +168,7 @@ def train_gates(
         context.stage("loading the model")
         frozen = config.train is Train.GATES
         opened = open_model(model, config.dtype, context.allowed, calibrates=frozen)
-        refuse(opened, context)
+        refuse_unproven(opened, context)
         net, source = opened.net, opened.identity  # the fingerprint, before weights change
         refuse_without_text(net, "train-gates")
         removes = config.form is Form.REMOVED

@@ -19,7 +19,6 @@ from headprune.gates.objectives import Loss
 from headprune.gates.sparsity import Sparsity
 from headprune.model.batch import Batch
 from headprune.model.losses import LossModule
-from headprune.model.placement import on_device, reshard
 from headprune.runtime.modeling_headprune import Attention
 from headprune.training import HistoryCallback, ResumableTrainer
 
@@ -105,8 +104,7 @@ class GateTrainer(ResumableTrainer):
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, **kwargs: Any
     ) -> Tensor:
         """Return the log of a divergence, or the model's own loss and the penalty of open gates."""
-        loss: Tensor = model(inputs)
-        self.step_loss = loss.detach()
+        loss = super().compute_loss(model, inputs)
         if self.config.l0_penalty is None:
             return relative(loss)
         return loss if self.gates.chosen else loss + self.sparsity.penalty(self.gates)
@@ -117,7 +115,6 @@ class GateTrainer(ResumableTrainer):
             self.divergence = self.divergence_of(self.sparsity.choice(self.gates), self.rows)
         return self.divergence
 
-    @torch.no_grad()
     def divergence_of(self, kept: list[int], rows: Dataset) -> float:
         """Return the divergence of rows with the gates of some units open, and no others.
 
@@ -125,13 +122,8 @@ class GateTrainer(ResumableTrainer):
         """
         if (known := self._known.get((id(rows), tuple(kept)))) is not None:
             return known
-        self.model.eval()
         with self.gates.choosing(kept):
-            losses = [
-                float(self.model(on_device(self.model, self.data_collator([row])))) for row in rows
-            ]
-        reshard(self.model)
-        self.model.train()
+            losses = self.row_losses(rows)
         # all processes must choose the same
         mean = processes.mean([fmean(math.log(max(loss, _LEAST)) for loss in losses)])[0]
         self._known[id(rows), tuple(kept)] = divergence = math.exp(mean)

@@ -35,7 +35,8 @@ def read_json(path: Path, error: Error = CheckpointError, distinct: bool = False
     Raises:
         error: If it cannot be read, or is no JSON; ``FileNotFoundError`` passes.
     """
-    return _read(path, lambda text: parse_json(text, distinct), "JSON", error)
+    infinite = path.name == "config.json"  # Nemotron-H has such a setting
+    return _read(path, lambda text: parse_json(text, distinct, infinite), "JSON", error)
 
 
 def refuse_pointer(file: Path) -> None:
@@ -113,8 +114,10 @@ def shown(value: object) -> str:
     return _short.repr(value)
 
 
-def parse_json(text: str, distinct: bool = False) -> Any:
+def parse_json(text: str, distinct: bool = False, infinite: bool = False) -> Any:
     """Return the content of JSON text; ``distinct`` as for ``read_json``.
+
+    ``infinite`` allows Infinity, also as transformers tags it.
 
     Raises:
         ValueError: If it is no JSON, or a number is not finite.
@@ -122,8 +125,9 @@ def parse_json(text: str, distinct: bool = False) -> Any:
     """
     return json.loads(
         text,
-        parse_constant=_finite,
+        parse_constant=_no_nan if infinite else _finite,
         parse_float=_finite,
+        object_hook=_untagged if infinite else None,
         object_pairs_hook=_distinct if distinct else None,
     )
 
@@ -148,6 +152,15 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"'{next(n for n in names if names.count(n) > 1)}' is given twice")
     return content
+
+
+def _untagged(content: dict[str, Any]) -> Any:
+    tagged = content.keys() == {"__float__"}
+    return _no_nan(str(content["__float__"])) if tagged else content
+
+
+def _no_nan(text: str) -> float:
+    return float(text) if text.endswith("Infinity") else _finite(text)
 
 
 def _finite(text: str) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from headprune.io.parsing import read_json
+from headprune.io.parsing import parse_json, read_json
 
 Json = dict[str, Any]
 
@@ -65,7 +65,7 @@ def edited(source: Json, config: PreTrainedConfig) -> Json:
 
 def as_json(config: PreTrainedConfig) -> Json:
     """Return the settings of a config as transformers writes them."""
-    content: Json = json.loads(config.to_json_string())
+    content: Json = parse_json(config.to_json_string(), infinite=True)
     return content
 
 

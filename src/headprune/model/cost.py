@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -21,7 +22,6 @@ CACHED = ("self", "decoder", "text")  # kinds of attention that cache every toke
 STUB = 2  # numbers per token in the cache of a layer without heads
 CONTEXTS = (2_048, 8_192, 32_768, 131_072)  # tokens of caches in reports
 CONTEXT = 8_192  # tokens at which the caches of models with windows are stated
-BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,18 @@ class ModelCost:
     kv_cache_bytes_at: Mapping[int, NonNegativeInt]
 
 
+def cache_layers(model: PreTrainedModel) -> list[Any]:
+    """Return the layers of a model's cache, empty; none where code of its own keeps it."""
+    text = model.config.get_text_config(decoder=True)
+    return list(DynamicCache(config=text if hasattr(text, "num_hidden_layers") else None).layers)
+
+
+def layer_number(module: nn.Module) -> int | None:
+    """Return the number of an attention module's layer in the cache; None where it has none."""
+    number: int | None = getattr(module, "layer_id", getattr(module, "layer_idx", None))
+    return number
+
+
 @dataclass(frozen=True)
 class KVCache:
     """The numbers in the KV cache of one sequence, by attention module.
@@ -72,20 +84,20 @@ class KVCache:
         """Return that of a model; empty for one that generates nothing."""
         if task_of(model) not in GENERATES:
             return cls({}, {})
-        text = model.config.get_text_config(decoder=True)
-        # some code that comes with a model does without, and then has a cache of its own
-        cache = DynamicCache(config=text if hasattr(text, "num_hidden_layers") else None)
-        # a layer with a window keeps the tokens that the next one sees beside itself
+        text, layers = model.config.get_text_config(decoder=True), cache_layers(model)
+        # a layer with a window keeps the tokens that the next one sees beside itself; one as wide
+        # as the positions of the model, as of Phi-3, hides nothing
+        most = getattr(text, "max_position_embeddings", None) or math.inf
         lasting = {
             number: layer.sliding_window - 1
-            for number, layer in enumerate(cache.layers)
-            if getattr(layer, "sliding_window", 0) > 1
+            for number, layer in enumerate(layers)
+            if 1 < getattr(layer, "sliding_window", 0) < most
         }
         family, per_token, windows, near = family_of(model.config), {}, {}, {}
         repeats = family.caches_query_heads and getattr(model.config, family.caches_query_heads)
         for attention in (a for a in attention_of(model) if a.kind in CACHED):
             module = attention.module
-            layer = getattr(module, "layer_id", getattr(module, "layer_idx", None))
+            layer = layer_number(module)
             per_token[attention.path] = _per_token(attention, family.cached_width, bool(repeats))
             if layer in lasting:
                 windows[attention.path] = lasting[layer]

@@ -11,8 +11,9 @@ without the closed heads, and any other z folds into W_O (see ``surgery.cut``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -33,20 +34,20 @@ def apply_gate(
 
 
 @contextmanager
-def gated(attentions: Sequence[Attention], source: GateSource) -> Iterator[None]:
-    """Gate attention modules in a ``with`` block.
+def entering_outputs(
+    attentions: Sequence[Attention], change: Callable[[int, Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Change what enters output projections in a ``with`` block; those without heads stay.
 
     Args:
         attentions: The modules.
-        source: Called with the position of a module in ``attentions`` at every forward; returns
-            gates of shape (1 or batch, query heads), or None to leave the module ungated.
+        change: Called with the position of a module in ``attentions`` and the input at every
+            forward; returns the input to compute, or None for the same.
     """
 
-    def hook(
-        position: int, module: nn.Module, args: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...] | None:
-        gate = source(position)
-        return None if gate is None else (apply_gate(args[0], gate), *args[1:])
+    def hook(position: int, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        changed = change(position, args[0])
+        return None if changed is None else (changed, *args[1:])
 
     with ExitStack() as stack:
         for position, attention in enumerate(attentions):
@@ -55,6 +56,22 @@ def gated(attentions: Sequence[Attention], source: GateSource) -> Iterator[None]
                 handle = projection.register_forward_pre_hook(partial(hook, position))
                 stack.callback(handle.remove)
         yield
+
+
+def gated(attentions: Sequence[Attention], source: GateSource) -> AbstractContextManager[None]:
+    """Gate attention modules in a ``with`` block.
+
+    Args:
+        attentions: The modules.
+        source: Called with the position of a module in ``attentions`` at every forward; returns
+            gates of shape (1 or batch, query heads), or None to leave the module ungated.
+    """
+
+    def gate_heads(position: int, x: Tensor) -> Tensor | None:
+        gate = source(position)
+        return None if gate is None else apply_gate(x, gate)
+
+    return entering_outputs(attentions, gate_heads)
 
 
 @contextmanager

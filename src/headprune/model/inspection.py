@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -20,23 +20,19 @@ from headprune.model.units import default_unit, unit_sizes
 from headprune.model.windows import no_windows
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.records import Window
+from headprune.schemas.values import Record
 from headprune.tensors.dtypes import dtype_name
 from headprune.tensors.units import Unit
 
 # kernels and quantisers are tuned for these widths; narrower heads waste lanes
 USUAL_HEAD_DIMS = (64, 128)
-CONTEXTS = (2_048, 8_192, 32_768, 131_072)  # tokens, of KV caches
 _QUANTISE_FIRST = (
     "For a smaller KV cache, quantise it in the engine first: 8 bits cost SmolLM2-135M no "
     "perplexity in llama.cpp, and 4 bits 4 %."
 )
 
 
-class _InspectionPart(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class AttentionReport(_InspectionPart):
+class AttentionReport(Record):
     """One attention module.
 
     Attributes:
@@ -58,7 +54,7 @@ class AttentionReport(_InspectionPart):
     parameters: int
 
 
-class Saving(_InspectionPart):
+class Saving(Record):
     """The savings of removing a fraction of the heads.
 
     Attributes:
@@ -70,7 +66,7 @@ class Saving(_InspectionPart):
     parameters: int
 
 
-class CacheSize(_InspectionPart):
+class CacheSize(Record):
     """The KV cache of one sequence, of the model or an offer.
 
     Attributes:
@@ -84,7 +80,7 @@ class CacheSize(_InspectionPart):
     bytes: dict[int, int]
 
 
-class LatentPrice(_InspectionPart):
+class LatentPrice(Record):
     """The cost of a latent attention (MLA), measured in place.
 
     Attributes:
@@ -102,7 +98,7 @@ class LatentPrice(_InspectionPart):
     perplexity_ratio: float
 
 
-class Inspection(_InspectionPart):
+class Inspection(Record):
     """A model's attention.
 
     Attributes:
@@ -140,7 +136,7 @@ class Inspection(_InspectionPart):
     offered_window: Window | None
     savings: tuple[Saving, ...]
     notes: tuple[str, ...]
-    joint_ranks: dict[str, int] = {}
+    joint_ranks: dict[str, int] = Field({})
     latents: tuple[LatentPrice, ...] = ()
 
 
@@ -217,8 +213,8 @@ def _caches(
     cache, family = cost.KVCache.of(net), family_of(net.config)
     if not cache.per_token:
         return (), None
-    most, size = most_tokens(net) or CONTEXTS[-1], net.dtype.itemsize
-    contexts = [context for context in CONTEXTS if context <= most] or [most]
+    most, size = most_tokens(net) or cost.CONTEXTS[-1], net.dtype.itemsize
+    contexts = [context for context in cost.CONTEXTS if context <= most] or [most]
     whole = {tokens: cache.elements(tokens) * size for tokens in contexts}
     caches, offered = [CacheSize(bytes=whole)], None
     if window is None and not family.cached_width:

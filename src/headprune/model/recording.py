@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,25 +129,19 @@ class RecordedCall:
         return argument[..., rows, :]
 
 
-class AttentionRecorder:
-    """Replaces the attention function of some modules.
+def recording(
+    attentions: Sequence[Attention], attend: Callable[[RecordedCall], Tensor]
+) -> AbstractContextManager[None]:
+    """Replace the attention function of some modules in a ``with`` block.
 
     Args:
+        attentions: The modules.
         attend: Maps a call to the outputs of the heads.
+
+    Raises:
+        PlanError: If heads have windows, which it would leave out.
     """
-
-    def __init__(self, attend: Callable[[RecordedCall], Tensor]) -> None:
-        self.attend = attend
-
-    @contextmanager
-    def recording(self, attentions: Sequence[Attention]) -> Iterator[None]:
-        """Make modules call it in a ``with`` block.
-
-        Raises:
-            PlanError: If heads have windows, which it would leave out.
-        """
-        with calling(attentions, _RECORDED, headprune_recorder=self):
-            yield
+    return calling(attentions, _RECORDED, headprune_record=attend)
 
 
 def _recorded_attention(
@@ -171,7 +165,7 @@ def _recorded_attention(
         eager=sys.modules[stock_class(module).__module__].eager_attention_forward,
         owners=owners,
     )
-    return module.config.headprune_recorder.attend(call), None
+    return module.config.headprune_record(call), None
 
 
 AttentionInterface.register(_RECORDED, _recorded_attention)

@@ -19,7 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from tempfile import gettempdir
+from pathlib import Path
+from tempfile import TemporaryFile, gettempdir
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from transformers import PreTrainedModel
 from headprune.errors import CheckpointError
 from headprune.io.shards import StoredTensor, rows_of
 from headprune.io.streaming import bytes_of
-from headprune.io.temporary import temporary_file
 from headprune.model.skeleton import Names, Unmapped
 from headprune.tensors.dtypes import SAFETENSORS
 
@@ -201,8 +201,9 @@ class _Spool:
     """A temporary file of tensors, gone with the object."""
 
     def __init__(self) -> None:
-        self._file, self._path = temporary_file()
-        self._end = 0
+        with TemporaryFile() as file:  # without a name, so that a kill leaves nothing behind
+            self._file = os.dup(file.fileno())
+        self._path, self._end = Path(f"/dev/fd/{self._file}"), 0
         weakref.finalize(self, os.close, self._file)
 
     def written(self, tensor: Tensor) -> StoredTensor:

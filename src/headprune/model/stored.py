@@ -231,14 +231,9 @@ def stored_dtypes(
         default: Element type without such tensors; None for that of ``net``.
     """
     floats = {name: _FLOATS[t.dtype] for name, t in tensors.items() if t.dtype in _FLOATS}
-    if not floats:
-        return StoredDtypes(default or net.dtype)
-    counts: Counter[torch.dtype] = Counter()
-    for name, dtype in floats.items():
-        counts[dtype] += tensors[name].elements
-    default = counts.most_common(1)[0][0]
+    default = commonest_dtype(tensors) or default or net.dtype
     by_tensor: dict[int, torch.dtype] = {}  # tied ones have several names, one on disk
-    if len(counts) > 1:
+    if len({*floats.values()}) > 1:
         for name, tensor in _floating(net):
             kinds = {floats[n] for n in _names_on_disk(net, name, tensor) if n in floats}
             if len(kinds) == 1 and kinds != {default}:
@@ -249,10 +244,11 @@ def stored_dtypes(
 
 def commonest_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype | None:
     """Return the element type of most elements; None without any."""
-    counts: Counter[str] = Counter()
+    counts: Counter[torch.dtype] = Counter()
     for tensor in tensors.values():
-        counts[tensor.dtype] += tensor.elements if tensor.dtype in _FLOATS else 0
-    return _FLOATS.get(counts.most_common(1)[0][0]) if counts else None
+        if tensor.dtype in _FLOATS:
+            counts[_FLOATS[tensor.dtype]] += tensor.elements
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def uniform(tensors: Mapping[str, StoredTensor]) -> bool:

@@ -17,11 +17,12 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from headprune.errors import PlanError
 from headprune.model.attention import attention_of, family_of
 from headprune.model.batch import task_of
-from headprune.model.cost import KVCache
+from headprune.model.cost import KVCache, cache_layers, layer_number
 from headprune.runtime import modeling_headprune
 from headprune.runtime.modeling_headprune import (
     Attention,
@@ -170,7 +171,7 @@ def attending(attentions: Sequence[Attention], attend: Attend) -> Iterator[None]
 def no_windows(model: PreTrainedModel) -> dict[str, str | None]:
     """Return why the KV heads of a module cannot have windows, by its path; None if they can."""
     cache, family = KVCache.of(model), family_of(model.config)
-    row = family.for_runtime()
+    row, layers = family.for_runtime(), dict[int | None, Any](enumerate(cache_layers(model)))
     reasons = dict[str, str | None]()
     for attention in attention_of(model):
         why = modeling_headprune.no_windows(attention, row)
@@ -180,6 +181,8 @@ def no_windows(model: PreTrainedModel) -> dict[str, str | None]:
             why = "its cache holds one latent for all heads"
         elif attention.path in cache.windows or attention.window_heads:
             why = "it has a window already"
+        elif isinstance(layers.get(layer_number(attention.module)), LinearAttentionCacheLayerMixin):
+            why = "a layer of its cache holds a state beside keys"
         reasons[attention.path] = why
     return reasons
 

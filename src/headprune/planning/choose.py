@@ -27,9 +27,8 @@ from headprune.model.units import (
 )
 from headprune.planning.allocation import BudgetLimit
 from headprune.planning.budgets import cache_prices, parameter_prices
-from headprune.planning.choice import HeadChoice
 from headprune.planning.constraints import Constraints, constraints_of
-from headprune.planning.from_scores import plan_from_scores
+from headprune.planning.from_scores import kept_units, plan_keeping
 from headprune.planning.padding import laid_out
 from headprune.planning.roles import asked_roles, held_units, refuse_broken_hold, roles_lost
 from headprune.render.blocks import at_context
@@ -230,11 +229,9 @@ def _by_scores(
     held = held_units(record, budget.keep_roles, attentions, unit)
     limits = _limits(net, attentions, budget, model.result_dtypes(budget.out_dtype).default)
     heads = None if budget.keep is None else head_budget(budget.keep, sizes)
-    kept = HeadChoice(attentions, unit, limits, constraints, held).of(values, heads)
+    kept = kept_units(attentions, unit, values, heads, limits, constraints, held)
     refuse_broken_hold(held, kept, sizes, budget.keep_roles)
-    flags = [float(at in kept) for at in range(len(sizes))]
-    left = sum(size for at, size in enumerate(sizes) if at in kept)
-    plan = plan_from_scores(attentions, unit, flags, left, model.identity, whole=whole)
+    plan = plan_keeping(attentions, unit, kept, model.identity, whole)
     spent = {limit.option: (limit.most, _total(limit, attentions, plan)) for limit in limits}
     seed = scores.metadata.calibration.seed
     evidence = Evidence(kind="scores", id=scores.id, criterion=name, keep=budget.keep, seed=seed)
@@ -282,15 +279,13 @@ def _by_gates(
     # units that training kept come first
     alpha = trained.log_alpha.double()
     scores = alpha + (alpha.max() - alpha.min() + 1.0) * trained.kept
-    kept = HeadChoice(attentions, unit, [], constraints).of(scores, budget)
-    flags = [float(at in kept) for at in range(len(sizes))]
-    budget = sum(sizes[at] for at in kept)
+    kept = kept_units(attentions, unit, scores, budget, [], constraints)
     if trained.metadata.refitted and kept != set(trained.kept.nonzero()[:, 0].tolist()):
         raise PlanError(
             "W_O was refitted to the heads that these gates keep, and --layout or "
             "--for keeps others. Leave these out, or train gates of another --unit."
         )
-    plan = plan_from_scores(attentions, unit, flags, budget, model.identity, whole=whole)
+    plan = plan_keeping(attentions, unit, kept, model.identity, whole)
     seed = trained.metadata.seed
     evidence = Evidence(kind="gates", id=trained.id, keep=keep, seed=seed)
     return _Decision(plan, evidence, trained.weights or {})

@@ -1,14 +1,19 @@
-"""From one score per unit and a budget to a plan."""
+"""From one score per unit and budgets to a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor
 
 from headprune.errors import PlanError
 from headprune.model.units import unit_sizes
+from headprune.planning.allocation import BudgetLimit, allocate
+from headprune.planning.constraints import Constraints
 from headprune.runtime.modeling_headprune import Attention
 from headprune.schemas.plan import AttentionPlan, ModelIdentity, Plan
-from headprune.tensors.selection import keep_best
+from headprune.surgery.cut import config_holds
 from headprune.tensors.units import Unit, members
 
 
@@ -59,41 +64,73 @@ def even_units(
     return kept
 
 
-def plan_from_scores(
+def kept_units(
     attentions: Sequence[Attention],
     unit: Unit,
-    scores: Sequence[float],
-    budget: int,
+    values: Tensor,
+    heads: int | None,
+    limits: Sequence[BudgetLimit],
+    constraints: Constraints,
+    held: Collection[int] = (),
+) -> set[int]:
+    """Return the units to keep, within budgets and the shapes of engines.
+
+    Args:
+        attentions: The modules, in order.
+        unit: Unit of removal.
+        values: One score per unit, in order; higher is kept first.
+        heads: Query heads to keep; None for as many as the budgets allow.
+        limits: Budgets as sums over the kept heads.
+        constraints: Shapes of the plan.
+        held: Units that are not to go.
+
+    Raises:
+        PlanError: If there are no such units.
+    """
+    scores = [math.inf if at in held else score for at, score in enumerate(values.tolist())]
+    if not constraints.even:
+        filled = [layer for layer in range(len(attentions)) if constraints.keeps_a_head(layer)]
+        return set(allocate(attentions, unit, scores, heads, limits, filled))
+
+    def fits(queries: int, kv_heads: int) -> bool:
+        present = [(queries, kv_heads)] * len(attentions)
+        return config_holds(constraints.net.config, queries, kv_heads) and all(
+            limit.prices.total(present) <= limit.most for limit in limits
+        )
+
+    wanted = heads if heads is not None else sum(unit_sizes(attentions, unit))
+    return set(even_units(attentions, unit, scores, wanted, fits))
+
+
+def plan_keeping(
+    attentions: Sequence[Attention],
+    unit: Unit,
+    kept: Collection[int],
     model: ModelIdentity | None = None,
     whole: Sequence[Attention] = (),
 ) -> Plan:
-    """Return the plan that keeps the best units, exactly ``budget`` query heads.
+    """Return the plan that keeps some units.
 
     Args:
         attentions: The attention modules to choose among, in order.
         unit: Unit of removal.
-        scores: One score per unit, in order; higher is kept first.
-        budget: Query heads to keep.
+        kept: Positions of the units that stay.
         model: The model that the plan is for.
         whole: Other attention modules of the model, which keep all their heads.
     """
-    kept = set(keep_best(scores, unit_sizes(attentions, unit), budget))
-    parts, index = {}, 0
+    chosen, first = list[Sequence[int]](), 0
     for attention in attentions:
-        chosen: list[int] = []
-        for unit_heads in members(unit, attention.group_sizes):
-            if index in kept:
-                chosen += [attention.query_ids[position] for position in unit_heads]
-            index += 1
-        parts[attention.path] = AttentionPlan(
+        units = members(unit, attention.group_sizes)
+        stay = [heads for at, heads in enumerate(units, first) if at in kept]
+        chosen.append([attention.query_ids[query] for heads in stay for query in heads])
+        first += len(units)
+    chosen += [attention.query_ids for attention in whole]
+    parts = {
+        attention.path: AttentionPlan(
             query_heads=attention.query_heads,
             kv_heads=attention.kv_heads,
-            keep=tuple(sorted(chosen)),
+            keep=tuple(sorted(heads)),
         )
-    for attention in whole:
-        parts[attention.path] = AttentionPlan(
-            query_heads=attention.query_heads,
-            kv_heads=attention.kv_heads,
-            keep=tuple(sorted(attention.query_ids)),
-        )
+        for attention, heads in zip((*attentions, *whole), chosen, strict=True)
+    }
     return Plan(unit=unit, model=model, attentions=parts)

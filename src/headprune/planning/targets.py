@@ -88,6 +88,8 @@ def graph_refusal(net: PreTrainedModel) -> str | None:
     strange = sorted(set(probe_inputs(net)) - _TEXT)
     if strange:
         return f"a {type(net).__name__} takes {', '.join(strange)}; models of text alone fit."
+    if "'dynamic'" in str(getattr(net.config.get_text_config(), "rope_parameters", "")):
+        return "its rope changes with the length of a text (dynamic), and a graph holds one length."
     return None
 
 

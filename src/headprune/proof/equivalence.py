@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from headprune.errors import ProofError
 from headprune.model.attention import attention_of
-from headprune.model.gating import apply_gate, fixed, gated
+from headprune.model.gating import apply_gate, entering_outputs, fixed, gated
 from headprune.model.precision import to_float32
 from headprune.model.probes import (
     Outputs,
@@ -101,35 +101,28 @@ def _controlled(cuts: Sequence[Cut]) -> Iterator[list[_Control]]:
 
     Without a cut module, it measures all modules.
     """
-
-    def watch(cut: Cut, control: _Control) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            rows, gate = some_rows(args[0])[None], cut.gate()
-            wrong = gate.roll(1)
-            if torch.equal(wrong, gate):
-                wrong = gate.clone()
-                head = _strongest(module, len(gate))
-                wrong[head] = float(not gate[head])
-            both = [projected(module, apply_gate(rows, g[None])) for g in (gate, wrong)]
-            right, other = (output.nan_to_num() for output in both)
-            control.apart = max(control.apart, float((right - other).abs().max()))
-            largest = max(float(right.abs().max()), float(other.abs().max()))
-            control.largest = max(control.largest, largest)
-            control.calls += 1
-
-        return hook
-
     heads = [cut for cut in cuts if cut.attention.query_heads]
     watched = [cut for cut in heads if _is_cut(cut)] or heads
-    controls, handles = [_Control(cut.attention.path) for cut in watched], []
-    for cut, control in zip(watched, controls, strict=True):
+    controls = [_Control(cut.attention.path) for cut in watched]
+
+    def watch(position: int, x: Tensor) -> None:
+        cut, control = watched[position], controls[position]
         projection = cut.attention.output_projection
-        handles.append(projection.register_forward_pre_hook(watch(cut, control)))
-    try:
+        rows, gate = some_rows(x)[None], cut.gate()
+        wrong = gate.roll(1)
+        if torch.equal(wrong, gate):
+            wrong = gate.clone()
+            head = _strongest(projection, len(gate))
+            wrong[head] = float(not gate[head])
+        both = [projected(projection, apply_gate(rows, g[None])) for g in (gate, wrong)]
+        right, other = (output.nan_to_num() for output in both)
+        control.apart = max(control.apart, float((right - other).abs().max()))
+        largest = max(float(right.abs().max()), float(other.abs().max()))
+        control.largest = max(control.largest, largest)
+        control.calls += 1
+
+    with entering_outputs([cut.attention for cut in watched], watch):
         yield controls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _is_cut(cut: Cut) -> bool:

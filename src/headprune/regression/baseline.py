@@ -18,7 +18,7 @@ from headprune.io.parsing import read_as
 from headprune.io.writing import write_whole
 from headprune.model.loading import task_of
 from headprune.render.blocks import at_context
-from headprune.schemas.values import Digest, Finite
+from headprune.schemas.values import Digest, Finite, Record
 from headprune.surgery.layer_windows import classes_of
 
 # settings that decide a number; the others, such as the batch size, may change
@@ -49,7 +49,7 @@ class Subject(BaseModel):
         )
 
 
-class Baseline(BaseModel):
+class Baseline(Record):
     """An earlier run.
 
     Attributes:
@@ -73,8 +73,6 @@ class Baseline(BaseModel):
         load_route: "native" or "runtime".
         samples: Per window or example, the columns of the metrics.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     created: str

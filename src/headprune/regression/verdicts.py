@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import model_validator
 from transformers import PreTrainedModel
 
 from headprune.config import CheckConfig
@@ -36,6 +36,7 @@ from headprune.model.cost import ModelCost
 from headprune.regression.baseline import Baseline
 from headprune.regression.limits import ROUTE, SPEED, STRUCTURE, Comparison, Limit, Operator
 from headprune.schemas.plan import Shape
+from headprune.schemas.values import Record
 
 _HOLDS = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
 _OF = {
@@ -55,7 +56,7 @@ class Verdict(str, Enum):
     UNDECIDED = "cannot decide"
 
 
-class Judged(BaseModel):
+class Judged(Record):
     """A limit and its measurement. Percentages are fractions here.
 
     Attributes:
@@ -72,8 +73,6 @@ class Judged(BaseModel):
         n_needed: About how many would make an undecided verdict clear.
         verdict: Whether the limit holds.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     limit: str
     metric: str

@@ -111,7 +111,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def before_after(rows: Sequence[tuple[str, int, int]], title: str = "") -> Table:
+def before_after(rows: Sequence[tuple[str, int, int]]) -> Table:
     """Return counts before and after, with the fraction left."""
     cells = [(name, f"{b:,}", f"{a:,}", percent(a, b)) for name, b, a in rows]
-    return Table(("", "before", "after", "left"), cells, title)
+    return Table(("", "before", "after", "left"), cells)

@@ -129,10 +129,10 @@ def convert_gqa(
     refuse_unproven(opened, context)
     merged = merged_of(opened, config, calibrate, layout, context)
     writing = Writing(out_dtype=config.out_dtype)
-    pruned = write(opened, merged.edit, output, merged.changes, writing, context)
-    grouping, tokens = config.grouping.value, merged.calibration_tokens
-    own_keys, planned = merged.own_keys, merged.planned
-    return Converted(pruned, merged.merge, grouping, merged.kv_heads, own_keys, tokens, planned)
+    record, kv_heads, own_keys = merged.record, merged.kv_heads, merged.own_keys
+    pruned = write(opened, merged.edit, output, Changes(record), writing, context)
+    how, tokens = (record.merge, record.grouping), record.calibration_tokens
+    return Converted(pruned, *how, kv_heads, own_keys, tokens, merged.planned)
 
 
 @dataclass(frozen=True)
@@ -141,20 +141,16 @@ class Merged:
 
     Attributes:
         edit: The change.
-        changes: Its record.
-        merge: Name of the merge.
+        record: Its record.
         kv_heads: KV heads per module, before and after.
         own_keys: Modules whose queries could absorb nothing.
-        calibration_tokens: Tokens of the text.
         planned: The way of every module, under a budget.
     """
 
     edit: Edit
-    changes: Changes
-    merge: str
+    record: Merging
     kv_heads: dict[str, tuple[int, int]]
     own_keys: tuple[str, ...]
-    calibration_tokens: int
     planned: KvPlan | None
 
 
@@ -220,8 +216,7 @@ def merged_of(
         ways=None if planned is None else planned.records(),
     )
     kv_heads = {a.path: (a.kv_heads, wanted[a.path]) for a in attentions}
-    own_keys, tokens = tuple(merging.own_keys), record.calibration_tokens
-    return Merged(edit, Changes(record), merger.name, kv_heads, own_keys, tokens, planned)
+    return Merged(edit, record, kv_heads, tuple(merging.own_keys), planned)
 
 
 @dataclass

@@ -32,14 +32,7 @@ def shapes_in(layout: Mapping[str, Heads], shape: Shape) -> frozenset[str]:
     plain, windows = shape is Shape.NATIVE, None
     if any(heads.window_heads for heads in layout.values()):
         windows = LAYER_WINDOWS if plain else HEAD_WINDOWS
-    return shapes_of([_groups(heads) for heads in layout.values()], plain, windows)
-
-
-def _groups(heads: Heads) -> tuple[int, ...]:
-    if heads.group_sizes is not None:
-        return heads.group_sizes
-    count = len(heads.kv_heads)
-    return (len(heads.query_heads) // count,) * count if count else ()
+    return shapes_of([heads.groups for heads in layout.values()], plain, windows)
 
 
 def engines_of(net: PreTrainedModel, layout: Mapping[str, Heads], shape: Shape) -> tuple[str, ...]:

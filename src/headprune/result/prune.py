@@ -14,7 +14,7 @@ from headprune.io.outputs import claims_output
 from headprune.model.loading import has_pruned_heads
 from headprune.model.open import Model, open_model
 from headprune.planning.choose import ChosenCuts, CutRequest, choose, refuse_request
-from headprune.planning.from_scores import plan_from_scores
+from headprune.planning.from_scores import plan_keeping
 from headprune.proof.twins import refuse_unproven
 from headprune.result.refitting import JudgedRefit, judged_refit
 from headprune.result.write import Changes, Proposal, Pruned, refuse_unprovable, write
@@ -123,7 +123,7 @@ def _unrefitted(criterion: str | None, edit: Edit) -> tuple[str, ...]:
 
 def whole(model: Model) -> Edit:
     """Return the edit that leaves a model as it is."""
-    return Edit(plan_from_scores([], Unit.HEAD, [], 0, model.identity, whole=model.attentions))
+    return Edit(plan_keeping([], Unit.HEAD, [], model.identity, model.attentions))
 
 
 @claims_output("model")

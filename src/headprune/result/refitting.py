@@ -5,19 +5,31 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from statistics import fmean
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.context import Context
 from headprune.data.text import Sequences, Text
 from headprune.errors import DataError
-from headprune.evidence.distance import distance, distance_name, outputs
-from headprune.model.batch import size_of
-from headprune.model.embedding import head_of
+from headprune.model.batch import Batch, size_of
+from headprune.model.embedding import Head, embedding, head_of
+from headprune.model.loading import task_of
+from headprune.model.losses import divergence
+from headprune.model.passes import run_model
 from headprune.schemas.records import Refit, RefitWorth
 from headprune.surgery.edit import Edit, Tensors, collecting, trying
 from headprune.surgery.refit import refit
+
+_DISTANCES = {
+    "features": "1 - cosine to the embeddings of the original",
+    "regression": "squared difference from the original",
+    **dict.fromkeys(
+        ("classification", "multi-label"), "divergence (nats per example) from the original"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -107,10 +119,12 @@ def _worth(
     head, batches = head_of(net), sequences.batches(1)
     distances: list[list[float]] = [[], []]
     for batch in context.each(batches):
-        wanted = outputs(net, batch)
+        wanted = _outputs(net, batch)
         for number, version in enumerate((edit, replace(edit, tensors=tensors))):
             with trying(net, version):
-                distances[number].append(float(distance(outputs(net, batch), wanted, batch, head)))
+                distances[number].append(
+                    float(_distance(_outputs(net, batch), wanted, batch, head))
+                )
     if not math.isfinite(sum(map(sum, distances))):
         raise DataError(
             "The outputs of the cut model on held-out sequences are not finite. Try dtype "
@@ -118,8 +132,28 @@ def _worth(
         )
     without, refitted = map(fmean, distances)
     return RefitWorth(
-        measure=distance_name(net),
+        measure=_distance_name(net),
         tokens=sum(map(size_of, batches)),
         without=without,
         refitted=refitted,
     )
+
+
+def _distance_name(model: PreTrainedModel) -> str:
+    """Name ``_distance`` for a model, in words."""
+    return _DISTANCES.get(task_of(model), "divergence (nats per token) from the original")
+
+
+def _outputs(model: PreTrainedModel, batch: Batch) -> Any:
+    """Return the judged outputs of a model: of its head, or embeddings where it has none."""
+    if task_of(model) == "features":
+        return embedding(model, batch)
+    return run_model(model, batch, head=True)
+
+
+def _distance(got: Any, wanted: Any, batch: Batch, head: Head) -> Tensor:
+    """Return the distance to the original's: a divergence, or 1 - cosine of embeddings."""
+    if isinstance(got, Tensor):  # embeddings of length 1
+        cosine: Tensor = (got * wanted).sum(-1).mean()
+        return 1 - cosine
+    return divergence(got, wanted, batch, head)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from headprune import memory
 from headprune.config import ProofOption, Writing
@@ -24,7 +24,6 @@ from headprune.io.folders import copy_companions, hashing, source_folder
 from headprune.io.outputs import whole_folder
 from headprune.io.shards import Piece, write_shards
 from headprune.model import probes
-from headprune.model.attention import attention_of
 from headprune.model.cost import KVCache, kv_heads_of, usual_context
 from headprune.model.loading import auto_class_of, remote_code, uneven_heads_are_known
 from headprune.model.open import Model, read_model
@@ -67,7 +66,6 @@ from headprune.surgery.transfer import native_twin, twin_of
 
 # rounding is amplified more where texts are decoded than in one pass: 13 times in SmolLM2-135M
 _ROUNDING_FACTOR = 100.0
-PREFILL_CHUNK = 1_024  # tokens
 PROOF_ROOM = 1.1  # times the weights, as measured: one model at a time, and a few outputs
 
 
@@ -497,24 +495,12 @@ def _take_over(
 
 
 def _adapt_generation(file: Path, net: PreTrainedModel) -> None:
-    """Has a copied file name the heads that ``cut_heads`` left of those it names.
-
-    With windows, prompts are read in chunks: masks per head of a long one take much memory.
-    """
+    """Has a copied file name the heads that ``cut_heads`` left of those it names."""
     settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    wanted = {
-        "alignment_heads": getattr(vars(net).get("generation_config"), "alignment_heads", None)
-    }
-    if any(attention.window_heads for attention in attention_of(net)):
-        wanted["prefill_chunk_size"] = settings.get("prefill_chunk_size") or PREFILL_CHUNK
-        if not file.is_file():  # transformers reads it in place of the config's own tokens
-            settings = GenerationConfig.from_model_config(net.config).to_diff_dict()
-    if all(settings.get(name) == value for name, value in wanted.items()):
-        return
-    settings |= wanted
-    if settings["alignment_heads"] is None:
-        del settings["alignment_heads"]
-    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    heads = getattr(vars(net).get("generation_config"), "alignment_heads", None)
+    if settings.pop("alignment_heads", None) != heads:
+        settings |= {} if heads is None else {"alignment_heads": heads}
+        file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def _warnings(folder: Path, manifest: Manifest, result: _Result) -> Iterator[str]:

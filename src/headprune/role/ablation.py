@@ -7,7 +7,7 @@ Sets of a role are compared with random heads of the same layers (Wu et al. 2024
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,9 @@ from headprune.config import RolesConfig
 from headprune.context import Progress
 from headprune.evidence.losses import example_losses
 from headprune.evidence.statistics import collect
-from headprune.model.attention import attention_of, layer_of
+from headprune.model.attention import attention_of, family_of, layer_of
 from headprune.model.batch import Batch
+from headprune.model.gating import entering_outputs
 from headprune.model.loading import task_of
 from headprune.role.scores import resampled
 from headprune.runtime.modeling_headprune import Attention
@@ -157,7 +158,8 @@ def rises(
         with recorded(layers) as outputs:
             whole = example_losses(net, task, batch)
         order = [layer for layer, _ in outputs]
-        once = len(set(order)) == len(order)  # else a layer has no one output
+        # else a layer has no one output, or later layers read more of it than its output
+        once = len(set(order)) == len(order) and not family_of(net.config).keeps_kv
         runs_at = [order.index(at) if once and at in order else 0 for at in layer_at]
         before: set[Out] = set()
         for ablation in sorted(losses, key=lambda a: [(-runs_at[out.module], out) for out in a]):
@@ -175,21 +177,16 @@ def rises(
     return {ablation: torch.cat(parts) for ablation, parts in losses.items()}
 
 
-@contextmanager
-def _taken(attention: Attention, out: Out, means: Tensor) -> Iterator[None]:
+def _taken(attention: Attention, out: Out, means: Tensor) -> AbstractContextManager[None]:
     heads = list(out.heads)
     values = means[heads] if out.by_mean else torch.zeros_like(means[heads])
 
-    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        outputs = args[0].unflatten(-1, (attention.query_heads, -1)).clone()
+    def take(position: int, x: Tensor) -> Tensor:
+        outputs: Tensor = x.unflatten(-1, (attention.query_heads, -1)).clone()
         outputs[..., heads, :] = values.to(outputs)
-        return outputs.flatten(-2), *args[1:]
+        return outputs.flatten(-2)
 
-    handle = attention.output_projection.register_forward_pre_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return entering_outputs([attention], take)
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from headprune.data.read import read_examples
 from headprune.data.text import Sequences, Text, evenly
 from headprune.data.tokens import around
 from headprune.errors import DataError, HeadpruneWarning
-from headprune.evaluation.probes import SECRETS
 from headprune.model.answers import answered
 from headprune.model.batch import Batch, most_tokens
 from headprune.model.loading import task_of, vocabulary_of
@@ -242,7 +241,7 @@ def needles_input(
     )
     most, vocabulary = most_tokens(net, tokenizer), vocabulary_of(net)
     examples = read_examples(data, tokenizer)
-    contexts = needles(examples, tokenizer, SECRETS, settings, most, vocabulary)
+    contexts = needles(examples, tokenizer, settings, most, vocabulary)
     hits = answered(net, [needle.row for needle in contexts], 1).hits
     copied = [needle for needle, hit in zip(contexts, hits, strict=True) if hit]
     places = [(needle, _elsewhere(needle, copied)) for needle in copied]

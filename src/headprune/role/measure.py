@@ -115,7 +115,6 @@ class MeasuredRoles:
 
     modules: tuple[ModuleRoles, ...]
     tokens: int
-    sequences: int
     sets: dict[str, SetEffect]
 
 
@@ -161,4 +160,4 @@ def roles_of(
     if batches:
         context.stage("taking out every head, and the heads of every role")
         modules, sets = effects(net, attentions, modules, batches, config, context.step)
-    return MeasuredRoles(modules, tokens, sum(len(b["input_ids"]) for b in text.batches), sets)
+    return MeasuredRoles(modules, tokens, sets)

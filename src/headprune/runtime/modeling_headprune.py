@@ -32,7 +32,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AttentionInterface, Cache, EncoderDecoderCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
@@ -950,7 +950,11 @@ class WindowHeads(_Changed):
         layers: Any = cache.layers
         layers += [DynamicLayer() for _ in range(len(layers), number + 1)]
         layer = layers[number]
-        if type(layer) is DynamicLayer and not layer.is_initialized and not cache.offloading:
+        # a window as wide as the positions, as of Phi-3, hides nothing
+        most = getattr(self.config, "max_position_embeddings", None)
+        wide = type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= (most or 0) > 0
+        plain = type(layer) is DynamicLayer or wide
+        if plain and not layer.is_initialized and not cache.offloading:
             layer = layers[number] = SplitLayer(*self.headprune_form)
         if getattr(layer, "form", None) != self.headprune_form:
             raise ValueError(
@@ -963,6 +967,7 @@ class WindowHeads(_Changed):
 
 # transformers has one table for all files of this name that lie beside results of other versions
 WINDOWS = f"headprune_windows_{SCHEMA}"
+PIECE = 1_024  # queries of window heads at once: a mask of a long prompt takes much memory
 
 
 def windows_attention(
@@ -996,27 +1001,43 @@ def windows_attention(
         full, near, at = headprune_layer.update(key, value, first[:, 0, -1, 0])
         length = headprune_layer.length
     i, j = torch.arange(length - new, length, device=key.device)[:, None], at[:, None, None]
-    if attention_mask is None:  # as transformers' SDPA has it; PaliGemma reads a prompt both ways
-        seen = j <= i if getattr(module, "is_causal", True) else j < length
-    else:
-        seen = seen_by(attention_mask).take_along_dim(j.clamp(max=length - 1), -1) & (j < length)
-    seen = seen & ((i - j < size) | (j < first + sinks))
     sink_logits = kwargs.pop("s_aux", None)
 
-    def attend(heads: slice, keys_and_values: Any, mask: Any) -> Any:
+    def seen_from(some: slice) -> Any:
+        begin = first.expand(-1, -1, new, -1)[:, :, some]
+        if attention_mask is None:  # as of transformers; PaliGemma reads prompts both ways
+            seen = j <= i[some] if getattr(module, "is_causal", True) else j < length
+        else:
+            mask = seen_by(attention_mask.expand(-1, -1, new, -1)[:, :, some])
+            seen = mask.take_along_dim(j.clamp(max=length - 1), -1) & (j < length)
+        return seen & ((i[some] - j < size) | (j < begin + sinks))
+
+    def attend(heads: slice, some: slice, keys_and_values: Any, mask: Any) -> Any:
         own = {} if sink_logits is None else {"s_aux": sink_logits[heads]}
         part = _SomeHeads(module, heads) if module.headprune_per_query else module
-        return attention(part, query[:, heads], *keys_and_values, mask, **kwargs, **own)
+        return attention(part, query[:, heads, some], *keys_and_values, mask, **kwargs, **own)
 
-    near_mask = mask_of(seen, is_eager, query.dtype)
-    output, weights = attend(slice(queries, None), near, near_mask)
+    whole, pieces = slice(None), list[Any]()
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    traced = torch.compiler.is_compiling() or tracing
+    if is_eager or traced or new <= PIECE:
+        mask = mask_of(seen_from(whole), is_eager, query.dtype)
+        output, weights = attend(slice(queries, None), whole, near, mask)
+    else:
+        for start in range(0, new, PIECE):
+            seen = seen_from(some := slice(start, start + PIECE))
+            used = seen.any((0, 1, 2))
+            used[0] = True  # kernels want a key
+            keys_and_values = [each[:, :, used] for each in near]
+            pieces.append(attend(slice(queries, None), some, keys_and_values, seen[..., used])[0])
+        output, weights = torch.cat(pieces, 1), None
     if weights is not None:  # one for each token, also of forgotten ones
         places = at.clamp(max=length - 1)[:, None, None].expand_as(weights)
         weights = weights.new_zeros(*weights.shape[:3], length).scatter_add(-1, places, weights)
     if full is not None:
-        whole, of_whole = attend(slice(0, queries), full, attention_mask)
-        output = torch.cat([whole, output], 2)
-        weights = None if weights is None else torch.cat([of_whole, weights], 1)
+        others, of_others = attend(slice(0, queries), whole, full, attention_mask)
+        output = torch.cat([others, output], 2)
+        weights = None if weights is None else torch.cat([of_others, weights], 1)
     return output, weights
 
 

@@ -25,14 +25,14 @@ from headprune.io.tensors import described, read_tensors
 from headprune.io.writing import write_error, write_whole
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.records import Window
-from headprune.schemas.values import Count, Digest, Finite
+from headprune.schemas.values import Count, Digest, Finite, Record
 from headprune.tensors import hard_concrete
 from headprune.tensors.units import Unit, members
 
 TENSORS, METADATA, WEIGHTS = "gates.safetensors", "gates.json", "weights.safetensors"
 
 
-class Judgement(BaseModel):
+class Judgement(Record):
     """Choices of heads by scores and by gates, and how far they are from the original.
 
     Attributes:
@@ -42,15 +42,13 @@ class Judgement(BaseModel):
         report: The same on other rows.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     taken_after: Count
     exchanged: Count
     choose: tuple[Finite, Finite]
     report: tuple[Finite, Finite]
 
 
-class GatesMetadata(BaseModel):
+class GatesMetadata(Record):
     """Model, training and data of gates.
 
     Attributes:
@@ -73,8 +71,6 @@ class GatesMetadata(BaseModel):
         seed: Seed of the training.
         id: ``TrainedGates.id`` when they were written; None before.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     headprune_version: str

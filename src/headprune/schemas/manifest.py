@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import ConfigDict, model_validator
 
 from headprune._version import __version__
 from headprune.context import CommandProvenance
@@ -33,7 +33,7 @@ from headprune.schemas.records import (
     Window,
     Windowing,
 )
-from headprune.schemas.values import Count, Digest
+from headprune.schemas.values import Count, Digest, Record
 
 CARD = "README.md"
 NO_ID = "0" * 64  # until all else is known
@@ -42,7 +42,7 @@ HISTORY = "heal.jsonl"  # of a healing, with times in it
 BeforeAfter = tuple[Count, Count]
 
 
-class LineageStep(BaseModel):
+class LineageStep(Record):
     """The record of a result, apart from its files.
 
     Attributes:
@@ -71,8 +71,6 @@ class LineageStep(BaseModel):
         proof: Measurements of its proof; None where tensors alone were compared.
         tensor_proof: Result of the comparison of tensors.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     id: Digest

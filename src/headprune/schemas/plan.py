@@ -27,13 +27,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from headprune.errors import PlanError
 from headprune.io.parsing import read_json, validated
 from headprune.io.writing import write_whole
 from headprune.registry import did_you_mean
 from headprune.schemas.records import Window
+from headprune.schemas.values import Record
 from headprune.tensors.units import Unit
 
 Number = Annotated[int, Field(ge=0, strict=True)]
@@ -47,7 +48,7 @@ class Shape(str, Enum):
     RUNTIME = "runtime"  # uneven heads: modeling_headprune.py travels with the weights
 
 
-class ModelIdentity(BaseModel):
+class ModelIdentity(Record):
     """The model of evidence or a plan.
 
     Attributes:
@@ -56,8 +57,6 @@ class ModelIdentity(BaseModel):
         architecture: Its class.
         fingerprint: Digest of its geometry and of samples of its output projections.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     model_type: str
@@ -78,7 +77,7 @@ class ModelIdentity(BaseModel):
             )
 
 
-class AttentionPlan(BaseModel):
+class AttentionPlan(Record):
     """The heads of one attention module that stay.
 
     Attributes:
@@ -90,8 +89,6 @@ class AttentionPlan(BaseModel):
             merge.
         window: Ids of the KV heads that see a window only; None to leave the forms as they are.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     query_heads: Number
     kv_heads: Number
@@ -114,7 +111,7 @@ class AttentionPlan(BaseModel):
         return self
 
 
-class Plan(BaseModel):
+class Plan(Record):
     """The heads of a model that stay.
 
     Attributes:
@@ -124,8 +121,6 @@ class Plan(BaseModel):
         window: The window of window heads; None without any.
         attentions: Per module path, the heads that stay.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     unit: Unit

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from headprune.schemas.values import Count, Difference, Digest, Finite
+from headprune.schemas.values import Count, Difference, Digest, Finite, Record
 
 PROBE_SEED = 20_190_523
 
 
-class Proof(BaseModel):
+class Proof(Record):
     """Measurements of a proof; differences are relative to the largest output.
 
     Attributes:
@@ -29,8 +29,6 @@ class Proof(BaseModel):
         seed: Seed of the probe inputs.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     gated_vs_reloaded: float
     control: float | None
     rounding: float
@@ -39,7 +37,7 @@ class Proof(BaseModel):
     cast: float
     probes: tuple[str, ...]
     unreached: tuple[str, ...] = ()
-    windows: dict[str, Difference] = {}
+    windows: dict[str, Difference] = Field({})
     seed: Count = PROBE_SEED
 
     @property
@@ -48,7 +46,7 @@ class Proof(BaseModel):
         return self.gated_vs_reloaded <= self.tolerance
 
 
-class TensorProof(BaseModel):
+class TensorProof(Record):
     """Result of a comparison of tensors, a part of every proof.
 
     Every tensor, read back, equalled to the bit the original's kept slices times their gates.
@@ -59,14 +57,12 @@ class TensorProof(BaseModel):
         bytes: Their size on disk.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     tensors: Count
     cut: Count
     bytes: Count
 
 
-class StoredOutput(BaseModel):
+class StoredOutput(Record):
     """The stored part of one output.
 
     Attributes:
@@ -75,8 +71,6 @@ class StoredOutput(BaseModel):
         positions: Positions in the flat output.
         values: The values there.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     size: Annotated[int, Field(gt=0, strict=True)]
     largest: Difference
@@ -92,7 +86,7 @@ class StoredOutput(BaseModel):
         return self
 
 
-class Sample(BaseModel):
+class Sample(Record):
     """Samples of the gated original's outputs, to prove a result again later.
 
     Attributes:
@@ -101,8 +95,6 @@ class Sample(BaseModel):
         positions: Length of the text beyond windows and the like; 0 without one.
         seed: Seed of the inputs.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     inputs_sha256: Digest
     outputs: Annotated[dict[str, StoredOutput], Field(min_length=1)]

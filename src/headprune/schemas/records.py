@@ -20,10 +20,10 @@ from pydantic import (
 
 from headprune.runtime import MANIFEST
 from headprune.runtime.modeling_headprune import check_heads, kv_owners, layout_entry
-from headprune.schemas.values import Count, Difference, Digest, Finite
+from headprune.schemas.values import Count, Difference, Digest, Finite, Record
 
 
-class Window(BaseModel):
+class Window(Record):
     """The view of window heads: the first tokens, and the latest with the current one.
 
     Attributes:
@@ -31,8 +31,6 @@ class Window(BaseModel):
         sinks: First tokens; the scores that a softmax must spend somewhere go there (Xiao et al.
             2023, arXiv 2309.17453).
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     size: Annotated[int, Field(ge=1, strict=True)]
     sinks: Count = 4
@@ -42,7 +40,7 @@ class Window(BaseModel):
         return f"the latest {self.size:,} tokens{first}"
 
 
-class Heads(BaseModel):
+class Heads(Record):
     """The remaining heads of one attention module.
 
     Attributes:
@@ -51,8 +49,6 @@ class Heads(BaseModel):
         group_sizes: Query heads of every KV head; None where these are equal.
         window_heads: How many of the last KV heads see a window only; None for none.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     query_heads: tuple[Count, ...]
     kv_heads: tuple[Count, ...]
@@ -69,10 +65,16 @@ class Heads(BaseModel):
         """Ids of the KV heads that see a window only."""
         return self.kv_heads[len(self.kv_heads) - (self.window_heads or 0) :]
 
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Query heads of every KV head."""
+        count = len(self.kv_heads)
+        equal = (len(self.query_heads) // max(1, count),) * count
+        return equal if self.group_sizes is None else self.group_sizes
+
     def queries(self, kv_heads: Collection[int]) -> set[int]:
         """Return the ids of the query heads of some KV heads."""
-        equal = (len(self.query_heads) // max(1, len(self.kv_heads)),) * len(self.kv_heads)
-        owners = (self.kv_heads[place] for place in kv_owners(self.group_sizes or equal))
+        owners = (self.kv_heads[place] for place in kv_owners(self.groups))
         pairs = zip(self.query_heads, owners, strict=False)
         return {query for query, owner in pairs if owner in kv_heads}
 
@@ -83,7 +85,7 @@ class Heads(BaseModel):
         return entry if self.group_sizes is None else {**entry, "group_sizes": [*self.group_sizes]}
 
 
-class Description(BaseModel):
+class Description(Record):
     """``config.headprune`` of an uneven model.
 
     Attributes:
@@ -93,19 +95,13 @@ class Description(BaseModel):
         window: What window heads see; None without any.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     schema_version: Literal[1]
     family: dict[str, Any]
     layout: dict[str, Heads]
     window: Window | None = None
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Evidence(_Part):
+class Evidence(Record):
     """The evidence of a choice of heads.
 
     Attributes:
@@ -123,7 +119,7 @@ class Evidence(_Part):
     seed: Count | None = None
 
 
-class RefitWorth(_Part):
+class RefitWorth(Record):
     """Distance of a cut model to the original on sequences that nothing was fitted to.
 
     Attributes:
@@ -139,7 +135,7 @@ class RefitWorth(_Part):
     refitted: Finite
 
 
-class Pruning(_Part):
+class Pruning(Record):
     """Heads were removed.
 
     Attributes:
@@ -154,7 +150,7 @@ class Pruning(_Part):
     refit_left_out: RefitWorth | None = None
 
 
-class KvWay(_Part):
+class KvWay(Record):
     """The way of one attention module to its number of KV heads.
 
     Attributes:
@@ -169,7 +165,7 @@ class KvWay(_Part):
     others: dict[str, Finite]
 
 
-class Merging(_Part):
+class Merging(Record):
     """KV heads were merged.
 
     Attributes:
@@ -190,7 +186,7 @@ class Merging(_Part):
     ways: dict[str, KvWay] | None = None
 
 
-class Windowing(_Part):
+class Windowing(Record):
     """KV heads got a window.
 
     Attributes:
@@ -205,7 +201,7 @@ class Windowing(_Part):
     heads: Count
 
 
-class Healing(_Part):
+class Healing(Record):
     """Weights were trained to match another model.
 
     Attributes:
@@ -241,7 +237,7 @@ class Healing(_Part):
     sink_logits: Count = 0
 
 
-class Migration(_Part):
+class Migration(Record):
     """A folder of transformers 4 was rewritten; no weight and no head changed."""
 
     kind: Literal["migration"] = "migration"
@@ -250,7 +246,7 @@ class Migration(_Part):
 Done = Annotated[Pruning | Merging | Windowing | Healing | Migration, Field(discriminator="kind")]
 
 
-class Refit(_Part):
+class Refit(Record):
     """W_O was fitted anew, to make up for the removed heads.
 
     Attributes:
@@ -273,7 +269,7 @@ class Refit(_Part):
     held_out: RefitWorth | None = None
 
 
-class Contender(_Part):
+class Contender(Record):
     """A measured candidate.
 
     Attributes:
@@ -298,7 +294,7 @@ class Contender(_Part):
     name: str
     chosen_by: Finite
     held_out: Finite | None = None
-    by_text: dict[str, Finite] = {}
+    by_text: dict[str, Finite] = Field({})
     passage_words: Finite | None = None
     held_out_words: Finite | None = None
     far_nats: Finite | None = None
@@ -310,7 +306,7 @@ class Contender(_Part):
     seconds: Difference
 
 
-class ModelChoice(_Part):
+class ModelChoice(Record):
     """The choice of a result among candidates.
 
     Attributes:
@@ -334,7 +330,7 @@ class ModelChoice(_Part):
     kv_cache_tokens: Count = 1
     original: Contender
     contenders: Annotated[tuple[Contender, ...], Field(min_length=1)]
-    left_out: dict[str, str] = {}
+    left_out: dict[str, str] = Field({})
 
     @property
     def chosen(self) -> Contender:

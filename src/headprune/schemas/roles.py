@@ -5,23 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from headprune.config import DataConfig, RolesConfig
 from headprune.errors import CheckpointError
 from headprune.io.parsing import read_as
 from headprune.schemas.plan import ModelIdentity
-from headprune.schemas.values import Count, Digest
+from headprune.schemas.values import Count, Digest, Record
 
 ROLES_FILE = "roles.json"
 State = Literal["over", "nearly", "under"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class RoleFacts(_Record):
+class RoleFacts(Record):
     """A role as it was measured; the attributes are those of ``Role``."""
 
     definition: str
@@ -34,7 +30,7 @@ class RoleFacts(_Record):
     beyond: bool = False
 
 
-class RoleScore(_Record):
+class RoleScore(Record):
     """The score of a head for a role.
 
     Attributes:
@@ -52,10 +48,10 @@ class RoleScore(_Record):
     control: float | None
     state: State
     variant: str = ""
-    others: dict[str, float] = {}
+    others: dict[str, float] = Field({})
 
 
-class Rise(_Record):
+class Rise(Record):
     """The rise of the loss in nats, with its interval; below 0 where the loss falls."""
 
     nats: float
@@ -63,14 +59,14 @@ class Rise(_Record):
     high: float
 
 
-class HeadEffect(_Record):
+class HeadEffect(Record):
     """The rise with a head's output set to zero, as by a cut, and to its mean over the text."""
 
     zero: Rise
     mean: Rise
 
 
-class HeadRoles(_Record):
+class HeadRoles(Record):
     """The roles of a head.
 
     Attributes:
@@ -96,7 +92,7 @@ class HeadRoles(_Record):
         return role in self.scores and self.scores[role].state == "over"
 
 
-class ModuleRoles(_Record):
+class ModuleRoles(Record):
     """The heads of an attention module, and the groups of ids that share a KV head."""
 
     path: str
@@ -105,14 +101,14 @@ class ModuleRoles(_Record):
     kv_groups: tuple[tuple[Count, ...], ...] = ()
 
 
-class RoleHead(_Record):
+class RoleHead(Record):
     """A head: the path of its attention module, and its id."""
 
     path: str
     head: Count
 
 
-class RoleChange(_Record):
+class RoleChange(Record):
     """A role in the original and in the cut model.
 
     Attributes:
@@ -128,7 +124,7 @@ class RoleChange(_Record):
     is_lost: bool
 
 
-class SetEffect(_Record):
+class SetEffect(Record):
     """The rise with all heads of a role set to their means.
 
     Attributes:
@@ -143,7 +139,7 @@ class SetEffect(_Record):
     random: tuple[float, ...]
 
 
-class RolesRecord(_Record):
+class RolesRecord(Record):
     """The roles of a model's heads.
 
     Attributes:
@@ -174,10 +170,10 @@ class RolesRecord(_Record):
     tokens: Count
     roles: Annotated[dict[str, RoleFacts], Field(min_length=1)]
     modules: Annotated[tuple[ModuleRoles, ...], Field(min_length=1)]
-    sets: dict[str, SetEffect] = {}
+    sets: dict[str, SetEffect] = Field({})
     against: ModelIdentity | None = None
     original: tuple[ModuleRoles, ...] = ()
-    changes: dict[str, RoleChange] = {}
+    changes: dict[str, RoleChange] = Field({})
 
     def heads(self, role: str) -> set[tuple[str, int]]:
         """Return paths and ids of the heads above the threshold of a role."""

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,13 +24,13 @@ from headprune.io.tensors import described, read_tensors
 from headprune.registry import did_you_mean
 from headprune.schemas.plan import ModelIdentity
 from headprune.schemas.records import Window
-from headprune.schemas.values import Count, Digest
+from headprune.schemas.values import Count, Digest, Record
 from headprune.tensors.units import Unit, members
 
 TENSORS, METADATA = "scores.safetensors", "scores.json"
 
 
-class ScoresMetadata(BaseModel):
+class ScoresMetadata(Record):
     """Model, data and settings of scores.
 
     Attributes:
@@ -53,8 +53,6 @@ class ScoresMetadata(BaseModel):
         window: The window that heads were scored for; None for scores of removal.
         id: ``Scores.id`` when they were written; None before.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     schema_version: Literal[1] = 1
     created: str

@@ -29,7 +29,7 @@ from headprune.model.passes import (
     in_pieces,
     run_model,
 )
-from headprune.model.recording import AttentionRecorder, RecordedCall, found_rotation
+from headprune.model.recording import RecordedCall, found_rotation, recording
 from headprune.runtime.modeling_headprune import Attention, ProjectionModule
 from headprune.surgery.merges.spec import MergeActivations, MergeContext, project
 from headprune.tensors.rotary import RotaryPairs, Rotation
@@ -62,7 +62,7 @@ def convert_in_sequence(
             for projection in attention.projections:
                 enter = partial(conversion.enter, projection)
                 stack.enter_context(entering(projection.module, enter))
-        stack.enter_context(AttentionRecorder(conversion.attend).recording(attentions))
+        stack.enter_context(recording(attentions, conversion.attend))
         stack.enter_context(in_pieces(model, attentions))
         stack.enter_context(torch.no_grad())
         run_model(model, doubled(batch))
@@ -105,7 +105,7 @@ def geometry(
             for projection in attention.projections:
                 handle = projection.module.register_forward_pre_hook(partial(keep, projection))
                 stack.callback(handle.remove)
-        stack.enter_context(AttentionRecorder(attend).recording(attentions))
+        stack.enter_context(recording(attentions, attend))
         stack.enter_context(torch.no_grad())
         run_model(model, inputs)
     return found

@@ -23,7 +23,7 @@ from headprune.data.text import Sequences
 from headprune.model.heads import read_heads
 from headprune.model.passes import eager_attention, run_model
 from headprune.model.placement import input_device
-from headprune.model.recording import AttentionRecorder, RecordedCall
+from headprune.model.recording import RecordedCall, recording
 from headprune.runtime.modeling_headprune import Attention
 from headprune.tensors.rotary import RotaryPairs
 
@@ -319,5 +319,5 @@ def _attending(
                 if p.holds in ("q", "k", "v"):
                     hook = p.module.register_forward_hook(partial(keep, a.path, p.holds))
                     stack.callback(hook.remove)
-        stack.enter_context(AttentionRecorder(recorded).recording(attentions))
+        stack.enter_context(recording(attentions, recorded))
         yield

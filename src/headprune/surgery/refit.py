@@ -39,18 +39,12 @@ class ModuleRefit:
     """The effect of a refit on one module.
 
     Attributes:
-        path: The module.
-        ridge: The ridge that the held-out tokens chose; infinity leaves W_O as it is.
         before: Squared error of the outputs on all tokens without the refit, relative to the goal.
         after: The same with it; never above ``before``.
-        held_out: The same on the tokens that chose the ridge, fitted on the others.
     """
 
-    path: str
-    ridge: float
     before: float
     after: float
-    held_out: float
 
 
 @dataclass(frozen=True)
@@ -199,5 +193,5 @@ def fit_output(
         bias = bias + fit.shift.to(bias)
     power = max(float(fit.moments.output_power.sum()), 1e-30)
     before, after = fit.whole.error(start[:, kept]), fit.moments.error(fit.weight)
-    record = ModuleRefit(attention.path, fit.ridge, before / power, after / power, fit.held_out)
+    record = ModuleRefit(before / power, after / power)
     return FittedOutput(new.unflatten(1, (len(gate), width)).transpose(0, 1).float(), bias, record)

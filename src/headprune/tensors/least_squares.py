@@ -168,8 +168,8 @@ def _rest(moments: Moments, start: Tensor) -> tuple[float, Tensor]:
 
 def best_ridge(
     fitted: Moments, judged: Moments, start: Float[Tensor, "out width"], ridges: Sequence[float]
-) -> tuple[float, float]:
-    """The ridge whose weights, fitted on some tokens, err least on others; and that error.
+) -> float:
+    """Return the ridge whose weights, fitted on some tokens, err least on others.
 
     Args:
         fitted: Moments of the tokens to fit on.
@@ -181,8 +181,7 @@ def best_ridge(
         ValueError: If the moments are not finite.
     """
     errors = [judged.error(weight) for weight in ridge_path(fitted, start, ridges)]
-    best = min(range(len(ridges)), key=errors.__getitem__)
-    return ridges[best], errors[best]
+    return ridges[errors.index(min(errors))]
 
 
 @dataclass(frozen=True)
@@ -192,17 +191,12 @@ class HeldOutFit:
     Attributes:
         weight: The weights, in float64.
         shift: The bias beside them; None without one.
-        ridge: The ridge.
-        held_out: Share of the power of the held-out outputs that weights of it, fitted on the
-            others, miss.
         moments: Those of all sequences; with a bias, about their means.
         whole: Those of all sequences.
     """
 
     weight: Float[Tensor, "out width"]
     shift: Float[Tensor, " out"] | None
-    ridge: float
-    held_out: float
     moments: Moments
     whole: Moments
 
@@ -226,13 +220,11 @@ def fit_held_out(
     """
     whole = parts[0] + parts[1]
     fitted, judged, every = (m.centred() if biased else m for m in (*parts, whole))
-    ridge, error = best_ridge(fitted, judged, start, ridges)
-    weight = ridge_fit(every, start, ridge)
+    weight = ridge_fit(every, start, best_ridge(fitted, judged, start, ridges))
     shift = None
     if biased:
         shift = (whole.output_sum - weight @ whole.input_sum) / max(whole.tokens, 1)
-    missed = error / max(float(judged.output_power.sum()), 1e-30)
-    return HeldOutFit(weight, shift, ridge, missed, every, whole)
+    return HeldOutFit(weight, shift, every, whole)
 
 
 def held_out(count: int) -> Bool[Tensor, " count"]:

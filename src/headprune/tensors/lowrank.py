@@ -28,30 +28,14 @@ _FLOOR = 1e-10  # of the mean variance: directions that calibration never showed
 
 
 @dataclass(frozen=True)
-class SharedValue:
-    """A shared V.
+class Shared:
+    """A shared K or V.
 
     Attributes:
-        basis: B, with v = B [v_1; ...; v_n]; shape (head_dim, heads x head_dim).
-        outputs: W_O per query head, for the shared v; shape (queries, hidden, head_dim).
-        power: Of the outputs before.
-        lost: How much of it is lost.
-    """
-
-    basis: Tensor
-    outputs: Tensor
-    power: float
-    lost: float
-
-
-@dataclass(frozen=True)
-class SharedKey:
-    """A shared K.
-
-    Attributes:
-        basis: B, with k = B [k_1; ...; k_n]; shape (head_dim, heads x head_dim).
-        maps: What to multiply every query head with; shape (queries, head_dim, head_dim).
-        power: Of the scores before.
+        basis: B, with k = B [k_1; ...; k_n], and v alike; shape (head_dim, heads x head_dim).
+        maps: Per query head, what to multiply it with for the shared k, shape (queries, head_dim,
+            head_dim), or its W_O for the shared v, shape (queries, hidden, head_dim).
+        power: Of the scores, or outputs, before.
         lost: How much of it is lost.
     """
 
@@ -65,7 +49,7 @@ def shared_value(
     outputs: Float[Tensor, "queries hidden head_dim"],
     owners: Sequence[int],
     moment: Float[Tensor, "joint joint"],
-) -> SharedValue:
+) -> Shared:
     """The best V for a group, and W_O to go with it.
 
     Args:
@@ -81,7 +65,7 @@ def shared_value(
     heads = root.unflatten(0, (-1, width))
     new = outputs.double() @ torch.stack([heads[owner] for owner in owners]) @ kept
     power, saved = float(total.trace()), float((kept.T @ total @ kept).trace())
-    return SharedValue((kept.T @ inverse).to(outputs), new.to(outputs), power, power - saved)
+    return Shared((kept.T @ inverse).to(outputs), new.to(outputs), power, power - saved)
 
 
 def shared_key(
@@ -89,7 +73,7 @@ def shared_key(
     owners: Sequence[int],
     moment: Float[Tensor, "joint joint"],
     pairs: RotaryPairs | None = None,
-) -> SharedKey:
+) -> Shared:
     """The best K for a group, and the maps that its queries absorb.
 
     Args:
@@ -119,7 +103,7 @@ def shared_key(
     if pairs is not None:
         rotated = _shared_pairs(queries, owners, moment, pairs, basis, maps)
         power, lost = power + rotated[0], lost + rotated[1]
-    return SharedKey(basis.to(dtype), maps.to(dtype), power, lost)
+    return Shared(basis.to(dtype), maps.to(dtype), power, lost)
 
 
 def _shared_pairs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -43,20 +43,6 @@ class RotaryPairs:
         paired = torch.cat([self.first, self.second])
         every = torch.arange(self.head_dim, device=self.first.device)
         return every[~torch.isin(every, paired)]
-
-    def complex(
-        self, rows: Float[Tensor, "*batch head_dim columns"]
-    ) -> Complex[Tensor, "*batch pairs columns"]:
-        """The pairs' rows of a projection as complex rows."""
-        return torch.complex(rows[..., self.first, :], rows[..., self.second, :])
-
-    def scatter(
-        self,
-        rows: Float[Tensor, "*batch head_dim columns"],
-        pairs: Complex[Tensor, "*batch pairs columns"],
-    ) -> None:
-        """Writes complex rows back into ``rows``."""
-        rows[..., self.first, :], rows[..., self.second, :] = pairs.real, pairs.imag
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,6 @@ from headprune.surgery.merges.spec import Groups, MergeActivations, MergeContext
 from headprune.tensors.least_squares import Moments
 from headprune.tensors.lowrank import shared_key, shared_value
 from headprune.tensors.rotary import Rotation
-from headprune.tensors.solvers import conjugate_gradients
 
 TOKENS = 1024  # at a time in the scores
 ROUNDS = 2
@@ -154,13 +153,13 @@ class _ScoreFit:
         def normal(q: Tensor) -> Tensor:
             return self._to_queries(partial(self._scores, self._queries(q), keys), keys)
 
-        return _improved(normal, self._to_queries(self._target, keys), q)
+        return conjugate_gradients(normal, self._to_queries(self._target, keys), q)
 
     def _fitted_keys(self, k: Tensor, queries: Tensor) -> Tensor:
         def normal(k: Tensor) -> Tensor:
             return self._to_keys(partial(self._scores, queries, self._keys(k)), queries)
 
-        return _improved(normal, self._to_keys(self._target, queries), k)
+        return conjugate_gradients(normal, self._to_keys(self._target, queries), k)
 
     def errors_of_own_keys(self, heads: HeadWeights, groups: Groups) -> dict[int, float]:
         """Return, by KV head, the cost for all queries of its group of reading its keys."""
@@ -234,46 +233,63 @@ def _merged_values(
     heads: HeadWeights, groups: Groups, activations: MergeActivations, queries: Tensor, keys: Tensor
 ) -> HeadWeights:
     v, new_v, o = heads.affine("v"), heads.affine("v").clone(), heads.o.clone()
-    reader = _Reader(activations, queries, keys)
-    for group, moments in zip(groups, reader.moments(heads, groups), strict=True):
+    read = _read_moments(heads, groups, activations, queries, keys)
+    for group, moments in zip(groups, read, strict=True):
         moment = (moments.centred() if heads.o_bias is not None else moments).inputs
         members = heads.queries_of(group)
         owners = [list(group).index(heads.owners[query]) for query in members]
         found = shared_value(o[members], owners, moment / moments.tokens)
         new_v[list(group)] = found.basis @ v[list(group)].flatten(0, 1)
-        o[members] = found.outputs
+        o[members] = found.maps
     merged = replace(heads.with_affine("v", new_v), o=o)
     outputs = OutputMoments.of(activations.read(merged), activations.outputs)
     return with_fitted_outputs(merged, outputs)[0]
 
 
-class _Reader:
-    """Reads of V by the heads, one sequence at a time, under the attention of the new scores."""
-
-    def __init__(self, activations: MergeActivations, queries: Tensor, keys: Tensor) -> None:
-        self.activations, self.queries, self.keys = activations, queries, keys
-
-    def moments(self, heads: HeadWeights, groups: Groups) -> list[Moments]:
-        """Return, per group, the moments of its queries' joint reads of all its V."""
-        values = project(self.activations.inputs["v"], heads.affine("v"))
-        rows = _evenly(self.queries.shape[2], POOLED)
-        found: list[Moments] = []
-        for part in _some(len(values), 1):
-            queries, keys = self.queries[part][:, :, rows], self.keys[part]
-            attention = self.activations.attention(queries, keys, part, rows)[0]
-            joints = [values[part][0, list(group)].transpose(0, 1).flatten(1) for group in groups]
-            read = [
-                (attention[heads.queries_of(group)] @ joint).flatten(0, 1)
-                for group, joint in zip(groups, joints, strict=True)
-            ]
-            here = [Moments.of(x, x[:, :0]) for x in read]
-            found = [a + b for a, b in zip(found, here, strict=True)] if found else here
-        return found
+def _read_moments(
+    heads: HeadWeights, groups: Groups, activations: MergeActivations, queries: Tensor, keys: Tensor
+) -> list[Moments]:
+    """Return, per group, the moments of its queries' joint reads of all its V."""
+    values = project(activations.inputs["v"], heads.affine("v"))
+    rows = _evenly(queries.shape[2], POOLED)
+    found: list[Moments] = []
+    for part in _some(len(values), 1):
+        attention = activations.attention(queries[part][:, :, rows], keys[part], part, rows)[0]
+        joints = [values[part][0, list(group)].transpose(0, 1).flatten(1) for group in groups]
+        read = [
+            (attention[heads.queries_of(group)] @ joint).flatten(0, 1)
+            for group, joint in zip(groups, joints, strict=True)
+        ]
+        here = [Moments.of(x, x[:, :0]) for x in read]
+        found = [a + b for a, b in zip(found, here, strict=True)] if found else here
+    return found
 
 
-def _improved(apply: Callable[[Tensor], Tensor], right: Tensor, start: Tensor) -> Tensor:
-    """A few conjugate gradient steps; that they are few is what holds them near ``start``."""
-    return conjugate_gradients(apply, start, right - apply(start), STEPS)
+def conjugate_gradients(
+    apply: Callable[[Tensor], Tensor], right: Tensor, start: Tensor, steps: int = STEPS
+) -> Tensor:
+    """Solve ``apply(x) = right`` for a symmetric positive operator, in a few steps from ``start``.
+
+    Entries along the first dimension are problems of their own, each with its own step lengths.
+    Each step lowers the quadratic x.apply(x)/2 - right.x, so that stopping early is safe. That they
+    are few is what holds x near ``start``.
+    """
+    x, rest = start, right - apply(start)
+    direction, size = rest, _dot(rest, rest)
+    for _ in range(steps):
+        image = apply(direction)
+        curvature = _dot(direction, image)
+        length = (size / curvature.clamp(min=1e-30)).where(curvature > 0, 0)
+        x, rest = x + length * direction, rest - length * image
+        new = _dot(rest, rest)
+        direction = rest + (new / size.clamp(min=1e-30)) * direction
+        size = new
+    return x
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    product = (a * b).flatten(1).sum(1)
+    return product.view(-1, *[1] * (a.dim() - 1))
 
 
 def _gathered(moved: Tensor, inputs: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from headprune.surgery.merges.spec import MergeContext, each_group
-
-
-def _mean(k: Tensor, v: Tensor, context: MergeContext) -> tuple[Tensor, Tensor]:
-    return k.mean(0), v.mean(0)
+from headprune.model.heads import HeadWeights
+from headprune.surgery.merges.spec import Groups, MergeContext
 
 
-mean = each_group(_mean)
+def mean(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
+    """Average K and V, and leave Q and O as they are."""
+    k, v = heads.affine("k").clone(), heads.affine("v").clone()
+    for group in map(list, groups):
+        k[group], v[group] = k[group].mean(0), v[group].mean(0)
+    return heads.with_affine("k", k).with_affine("v", v)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -96,26 +95,5 @@ class MergeContext:
     activations: MergeActivations | None = None
 
 
-@runtime_checkable
-class Merge(Protocol):
-    """Makes the KV heads of every group compute the same."""
-
-    def __call__(self, heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
-        """Returns weights of the same shapes, whose K and V are equal within each group."""
-        ...
-
-
-PickOne = Callable[[Tensor, Tensor, MergeContext], tuple[Tensor, Tensor]]
-"""Of the K and V of one group, each of shape (heads, head_dim, hidden), the shared ones."""
-
-
-def each_group(pick: PickOne) -> Merge:
-    """A merge that looks at one group's K and V at a time and leaves Q and O as they are."""
-
-    def merge(heads: HeadWeights, groups: Groups, context: MergeContext) -> HeadWeights:
-        k, v = heads.affine("k").clone(), heads.affine("v").clone()
-        for group in groups:
-            k[list(group)], v[list(group)] = pick(k[list(group)], v[list(group)], context)
-        return heads.with_affine("k", k).with_affine("v", v)
-
-    return merge
+Merge = Callable[[HeadWeights, Groups, MergeContext], HeadWeights]
+"""Returns weights of the same shapes, whose K and V are equal within each group."""
