@@ -175,7 +175,7 @@ def test_limits_on_a_domain(llama_folder, text_file, other_text, tmp_path):
         check(since)
 
 
-# --- command line, sweeps, reports
+# --- command line, reports
 
 
 def test_the_command_line_takes_several(llama_folder, text_file, other_text, tmp_path, capsys):

@@ -147,13 +147,6 @@ def check(job):
     return {"limit": torch.tensor([found.value, found.low, found.high])}
 
 
-def sweep(job):
-    """Scores, cuts, refits and measures."""
-    given = {"keep": (0.5,), **FEW, **job.columns, "batch_size": 4}
-    found = job("sweep", job.model, data=job.data, output=job.output("sweep"), **given)
-    return {p.name: torch.tensor(p.quality) for p in (found.base, *found.points)}
-
-
 def verify(job):
     """What was cut on the CPU."""
     found = job("verify", job.pruned("cpu"), against=job.model)
@@ -219,7 +212,6 @@ JOBS = {
     "heal": heal,
     "evaluate": evaluate,
     "check": check,
-    "sweep": sweep,
     "verify": verify,
     "migrate": migrate,
     "compress": compress,

@@ -80,7 +80,7 @@ def _write(
             wider.headprune["layout"][attention.path] = entry(attention, queries, kv_heads)
     wider.head_dim = source.attentions[0].head_dim
     for key, count in zip((family.query_heads_key, family.kv_heads_key), _most(every), strict=True):
-        if key is not None:  # as many KV heads as query heads
+        if key is not None:  # else there are as many as query heads
             setattr(wider, key, count)
     regular = moved(source, wider, source.attentions, lambda a: divisible(a.group_sizes, by))
     write_checkpoint(regular, folder, on_step)
