@@ -195,7 +195,9 @@ def test_a_chat_passes_as_it_stands(case, kind, tmp_path):
     if kind == "jsonl":
         rows_of(list(chats), file)
     elif "json" in kind:
-        rows = Dataset.from_dict({"messages": [json.dumps(chat) for chat in chats]})
+        rows = Dataset.from_dict(
+            {"messages": [f"\n{json.dumps(chat, indent=2)}" for chat in chats]}
+        )
         rows.to_csv(file, index=False) if "csv" in kind else rows.to_parquet(file)
     else:
         rows = [{"messages": chat, "source": "a"} for chat in chats]

@@ -683,6 +683,11 @@ def test_a_local_place_has_no_split(name, tmp_path):
         (tmp_path / file).write_text("text\nhello\n")
     with pytest.raises(DataError, match="is a local .* without splits, so @test names none"):
         data_config(f"{tmp_path / name}@test", None, None)
+    for file in ("test-notes.md", "test.png", ".git/test/a"):  # nothing that is read
+        (tmp_path / "folder" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "folder" / file).touch()
+    with pytest.raises(DataError, match="without splits"):
+        data_config(f"{tmp_path / name}@test", None, None)
     assert data_config(tmp_path / name, None, None, split="test").split == "test"
     DatasetDict(test=Dataset.from_dict({"text": ["a"]})).save_to_disk(tmp_path / "saved")
     assert [*read_examples(data_config(f"{tmp_path / 'saved'}@test", None, None)).texts] == [("a",)]

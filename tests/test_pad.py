@@ -112,6 +112,5 @@ def test_what_cannot_be_padded(case, by, why, tmp_path):
 
 def test_models_without_a_count_of_kv_heads(tmp_path):
     folder = tiny.save(tiny.model("vit"), tmp_path / "m")
-    padded = headprune.pad(folder, tmp_path / "out", multiple_of=4)
+    headprune.pad(folder, tmp_path / "out", multiple_of=4)
     assert headprune.from_pretrained(tmp_path / "out").config.num_attention_heads == 8
-    assert padded

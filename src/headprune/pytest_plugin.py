@@ -31,7 +31,6 @@ def _assert_no_regression(
     model: str | Path, baseline: str | Path, *limits: str, **settings: Any
 ) -> CheckReport:
     from headprune.config import CheckConfig, build
-    from headprune.config.data import Domain
     from headprune.regression.baseline import read_baseline
     from headprune.regression.check import check
     from headprune.regression.verdicts import Verdict
@@ -43,7 +42,8 @@ def _assert_no_regression(
         for name, domain in domains.items()
     ]
     unique = "-".join(["main", *domains])
-    first = {"name": unique, **{k: v for k, v in stored.data.items() if k in Domain.model_fields}}
+    first = {"name": unique, "source": stored.data["source"]}
+    first |= {"loss": stored.data["loss"]} if "loss" in stored.data else {}
     data = {**stored.data, "data": [first, *further]}
     known = {**stored.settings, **data, "limits": stored.limits}
     defaults = {name: known[name] for name in CheckConfig.model_fields if name in known}

@@ -214,8 +214,8 @@ def command(
                 context = values["context"]
                 if not isinstance(context, Context):
                     raise HeadpruneError(
-                        f"context={context!r} is no headprune.context.Context, which shows "
-                        "progress. A length in tokens is context_tokens."
+                        f"context must be a headprune.context.Context, not {context!r}. A length "
+                        "in tokens is context_tokens, where a command has it."
                     )
                 remote = bool(values.get("trust_remote_code")) or context.allowed.trust_remote_code
                 context = replace(

@@ -96,7 +96,8 @@ def _model(net: Any, tokenizer: Any, folder: Path) -> Path:
         with suppress(Exception):  # a model without text has none
             tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
         with suppress(Exception):  # nor is every name a place
-            copy_companions(source_folder(name), folder, OF_SENTENCES)
+            if net.get_output_embeddings() is None:
+                copy_companions(source_folder(name), folder, OF_SENTENCES)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder

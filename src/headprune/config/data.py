@@ -109,7 +109,8 @@ def data_config(
         source, split = name, given
         path = Path(name)
         saved = (path / "dataset_dict.json").is_file()
-        if is_there(path) and not (saved or splits_of(path, path.rglob("*"))):
+        files = (file for file in path.rglob("*.*") if suffix(file) in {*BUILDERS} - {".md"})
+        if is_there(path) and not (saved or splits_of(path, files)):
             raise DataError(
                 f"'{name}' is a local {'folder' if path.is_dir() else 'file'} without splits, so "
                 f"@{split} names none. Give the file of that split."
@@ -127,7 +128,7 @@ def data_config(
 def splits_of(folder: Path, files: Iterable[Path]) -> dict[str, list[Path]]:
     """Return files by the split that their name, or that of a folder, begins with.
 
-    As datasets does for ``train.txt``, ``test-00000-of-00001.parquet`` or ``dev/a.txt``. None if
+    As datasets does for ``train.txt``, ``test-00000-of-00001.parquet`` or ``dev/a.txt``. Empty if
     there are fewer than two splits.
     """
     splits = dict[str, list[Path]]()

@@ -36,11 +36,10 @@ def holds_chats(table: Dataset, column: str) -> bool:
     """Return whether a column holds lists of messages, or their JSON."""
     feature = table.features[column]
     if getattr(feature, "dtype", None) in ("string", "large_string"):
-        cells = (row[column] for row in table.select_columns([column]).with_format(None))
+        rows = table.select_columns([column]).with_format(None)
+        cell = next((row[column] for row in rows if row[column]), "").lstrip()
         with suppress(ValueError):
-            return (cell := str(next(cells, ""))).startswith("[{") and _are_messages(
-                json.loads(cell)
-            )
+            return cell.startswith("[") and _are_messages(json.loads(cell))
         return False
     message = getattr(feature, "feature", feature)
     if isinstance(message, dict):
@@ -53,7 +52,8 @@ def holds_chats(table: Dataset, column: str) -> bool:
 
 
 def _are_messages(cell: Any) -> bool:
-    return isinstance(cell, list) and isinstance(cell[0], dict) and bool(_SAID & cell[0].keys())
+    first = cell[0] if isinstance(cell, list) and cell else None
+    return isinstance(first, dict) and bool(_SAID & first.keys())
 
 
 def chats_of(batch: Mapping[str, list[Any]], column: str) -> Iterator[Chat]:

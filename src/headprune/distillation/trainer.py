@@ -18,6 +18,7 @@ from headprune.model.batch import Batch, inputs_of, without_labels
 from headprune.model.embedding import head_of
 from headprune.model.losses import LossModule, blended
 from headprune.model.placement import reshard
+from headprune.model.precision import to_float32
 from headprune.runtime.modeling_headprune import Attention, RepeatingProjection
 from headprune.training import ResumableTrainer
 
@@ -146,8 +147,7 @@ def merged(trained: nn.Module, config: HealConfig) -> PreTrainedModel:
         from peft import PeftModel
 
         assert isinstance(trained, PeftModel)
-        for weight in trained.parameters():  # bfloat16 would round small updates away
-            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
+        to_float32(trained.get_base_model())  # bfloat16 would round small updates away
         trained = trained.merge_and_unload()
     assert isinstance(trained, PreTrainedModel)
     return trained
