@@ -134,8 +134,8 @@ def check(
 
     Exit codes: 0 passed, 1 a limit is broken, 2 it could not run or a limit cannot be decided.
     """
-    drop_unexpected = drop_unexpected or context.allowed.drop_unexpected
-    config = build(CheckConfig, locals())
+    dropped = drop_unexpected or context.allowed.drop_unexpected
+    config = build(CheckConfig, locals(), drop_unexpected=dropped)
     output, junit = (None if each is None else Path(each) for each in (output, junit))
     remote = context.allowed.trust_remote_code
     with _never_one(context):

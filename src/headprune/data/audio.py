@@ -191,7 +191,7 @@ def recording_rows(
     return Dataset.from_dict(columns)
 
 
-def at_once(net: PreTrainedModel, batch_size: int) -> int:
+def recordings_per_pass(net: PreTrainedModel, batch_size: int) -> int:
     """Return the recordings of a pass: 1 where a norm over time reads the padding of others."""
     return 1 if getattr(net.config, "feat_extract_norm", None) == "group" else batch_size
 

@@ -120,7 +120,8 @@ def media_table(
         files = of_split(place, files, data)
         if files:
             return of_files(files, "parquet")
-        for listed in filter(Path.is_file, (place / f"metadata.{one}" for one in ("csv", "jsonl"))):
+        lists = (place / f"metadata.{ending}" for ending in ("csv", "jsonl"))
+        if listed := next(filter(Path.is_file, lists), None):
             return _of_list(listed, kind)
         return of_folder(place)
     except DataError:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from headprune.config import DataConfig, EvaluateConfig
 from headprune.context import Context, Progress, continued
-from headprune.data.audio import Recordings, at_once, speech_of
+from headprune.data.audio import Recordings, recordings_per_pass, speech_of
 from headprune.data.images import Images, pixels_of
 from headprune.data.needles import Needle
 from headprune.data.text import Collate
@@ -213,7 +213,7 @@ def _columns(
     if isinstance(given, Images):
         collate = pixels_of(given, tokenizer)
     elif isinstance(given, Recordings):
-        collate, size = speech_of(given, net, tokenizer), at_once(net, size)
+        collate, size = speech_of(given, net, tokenizer), recordings_per_pass(net, size)
     how = (size, progress, collate, config.seed, loaded.order(index))
     outputs = task.outputs(Pass(net, domain.rows, tokenizer, *how))
     if COSINES in task.names(truth):  # to be compared with those of the base

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headprune.context import Allowed, Progress
-from headprune.data.audio import Recordings, at_once, features_of
+from headprune.data.audio import Recordings, features_of, recordings_per_pass
 from headprune.data.read import Examples
 from headprune.data.sequences import begin_once, refuse_empty
 from headprune.data.tokens import around
@@ -281,7 +281,7 @@ def transcribe(
     if writes:
         search = search_of(model)
         most = min(most, most_tokens(model, sides=["decoder"]) or most)
-    total, batch_size = len(recordings.table), at_once(model, batch_size)
+    total, batch_size = len(recordings.table), recordings_per_pass(model, batch_size)
     for start in range(0, total, batch_size):
         numbers = range(start, min(start + batch_size, total))
         inputs = on_device(model, features_of(recordings, model, processor, numbers))
